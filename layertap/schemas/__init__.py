@@ -1,0 +1,1 @@
+"""Requests and responses of the HTTP interface, shared by client, service and worker."""
