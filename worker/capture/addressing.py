@@ -1,0 +1,60 @@
+"""Addressing: which rows of a forward batch are ours, and where in their sample they lie. Pure.
+
+A prefill batch concatenates pieces of requests: request j contributes `seq_lens[j]` rows of the batch, which are the
+positions `prefix_lens[j] …` of its sample. Chunked prefill is just a piece with a prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.capture.rid import Rid, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Batch rows `[start, start + count)` are positions `[position, position + count)` of the row named by `rid`."""
+
+    rid: Rid
+    start: int
+    count: int
+    position: int
+
+
+def pieces(rids: Sequence[object], prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> list[Piece]:
+    """Our pieces of a batch, in batch order. Raises `ValueError` if the three sequences disagree in length."""
+    found: list[Piece] = []
+    start = 0
+    for rid, prefix, count in zip(rids, prefix_lens, seq_lens, strict=True):
+        ours = parse(rid)
+        if ours is not None and count > 0:
+            found.append(Piece(ours, start, int(count), int(prefix)))
+        start += count
+    return found
+
+
+def wanted(found: Sequence[Piece]) -> tuple[int, bool]:
+    """The union of the pieces' boundary masks, and whether any wants the final hidden state.
+
+    Depends on the request ids alone, so that every rank of a tensor-parallel group reads the same boundaries.
+    """
+    bits, final = 0, False
+    for piece in found:
+        bits |= piece.rid.boundaries
+        final |= piece.rid.final
+    return bits, final
+
+
+def runs(found: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces grouped into runs that are adjacent in the batch and ask for the same states: one copy each."""
+    grouped: list[list[Piece]] = []
+    for piece in found:
+        last = grouped[-1][-1] if grouped else None
+        if (
+            last is not None
+            and last.start + last.count == piece.start
+            and (last.rid.boundaries, last.rid.final) == (piece.rid.boundaries, piece.rid.final)
+        ):
+            grouped[-1].append(piece)
+        else:
+            grouped.append([piece])
+    return grouped

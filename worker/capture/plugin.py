@@ -1,0 +1,120 @@
+"""The `plugin` attachment point: SGLang's plugin framework calls `register` in every process of the engine.
+
+It does nothing unless `LAYERTAP_RUN_DIR` is set, so other uses of the same installation are left alone. Once the model is
+loaded it attaches the capture and reports in: without that report the worker holds the engine to be unpatched.
+"""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.capture import addressing
+from worker.capture.hooks import HookCapture, find_stack
+from worker.capture.host_copy import Copier
+from worker.capture.rid import unmask
+from worker.capture.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+RUN_DIR_VARIABLE = "LAYERTAP_RUN_DIR"
+POOL_VARIABLE = "LAYERTAP_POOL_BYTES"
+DEFAULT_POOL_BYTES = 2 << 30
+_LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What one rank reports once the capture is in. `dtype` is the safetensors name of the residual stream's dtype."""
+
+    pid: int
+    tp_rank: int
+    tp_size: int
+    pp_size: int
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    strategy: str
+    installer: str
+
+
+def attached_dir(run_dir: Path) -> Path:
+    """Where the ranks of one engine report in."""
+    return run_dir / "attached"
+
+
+def register() -> None:
+    """Entry point of the group `sglang.srt.plugins`."""
+    if not os.environ.get(RUN_DIR_VARIABLE):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_LOAD_MODEL, _after_load, HookType.AFTER)
+
+
+def _after_load(result: object, runner: Any, *args: object, **kwargs: object) -> None:
+    if not getattr(runner, "is_draft_worker", False):
+        attach(runner, Path(os.environ[RUN_DIR_VARIABLE]), installer="plugin")
+
+
+def attach(runner: Any, run_dir: Path, installer: str) -> None:
+    """Puts the capture on a loaded model runner and reports in. Raises if the model cannot be captured."""
+    rank, size, pp_size = _parallel(runner)
+    stack = find_stack(runner.model)
+    writes = rank == 0
+    sink = _Sink(run_dir, runner) if writes else None
+    HookCapture(stack, sink).attach()
+    report = Attached(
+        pid=os.getpid(),
+        tp_rank=rank,
+        tp_size=size,
+        pp_size=pp_size,
+        architecture=type(runner.model).__name__,
+        num_layers=len(stack.blocks),
+        hidden_size=int(runner.model_config.hidden_size),
+        dtype=_SAFETENSORS_DTYPE[runner.model_config.dtype],
+        strategy="hooks",
+        installer=installer,
+    )
+    path = attached_dir(run_dir) / f"rank{rank}.json"
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(asdict(report)))
+    os.replace(partial, path)
+    logger.info("layertap: capture attached to %s on rank %d", report.architecture, rank)
+
+
+_SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def _parallel(runner: Any) -> tuple[int, int, int]:
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        return int(runner.tp_rank), int(runner.tp_size), int(runner.pp_size)
+    parallel = get_parallel()
+    return int(parallel.tp_rank), int(parallel.tp_size), int(parallel.pp_size)
+
+
+class _Sink:
+    """Hands each forward's states to the copier and the writer."""
+
+    def __init__(self, run_dir: Path, runner: Any) -> None:
+        pool_bytes = int(os.environ.get(POOL_VARIABLE, DEFAULT_POOL_BYTES))
+        self._device = torch.device(runner.device)
+        self._copier = Copier(self._device, pool_bytes)
+        self._writer = Writer(run_dir, self._copier)
+        self._writer.start()
+
+    def __call__(
+        self, found: list[addressing.Piece], states: dict[int, torch.Tensor], final: torch.Tensor | None
+    ) -> None:
+        for run in addressing.runs(found):
+            rid = run[0].rid
+            chosen = [states[k] for k in unmask(rid.boundaries)]
+            start, stop = run[0].start, run[-1].start + run[-1].count
+            self._writer.submit(run, self._copier.copy(chosen, final if rid.final else None, start, stop))

@@ -1,0 +1,41 @@
+"""Reading the residual stream: how this release and this model carry it between blocks.
+
+SGLang up to 0.5.16 hands `(hidden_states, residual)` from block to block; 0.5.22 and later keep the residual in
+`forward_batch.residual_stream`, where what a block returns may still owe an all-reduce. Each reader returns a tensor of
+its own, [N, H]: later kernels overwrite their inputs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def stream_at_entry(arguments: Mapping[str, Any]) -> torch.Tensor:
+    """The residual stream at a block's entry, from the block's own arguments by name.
+
+    With tensor parallelism this may run a collective: every rank must call it.
+    """
+    hidden, batch = arguments["hidden_states"], arguments["forward_batch"]
+    if getattr(batch, "residual_stream", None) is not None:
+        from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+
+        return _own(residual_batch.snapshot(hidden, batch), hidden)
+    residual = arguments.get("residual")
+    return hidden.clone() if residual is None else hidden + residual
+
+
+def stream_at_norm(inputs: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Boundary L and the final hidden state, from the final norm's inputs and output.
+
+    A fused norm returns `(normed, residual)`, the residual being the sum it normalised; a plain one is given the sum.
+    """
+    if isinstance(output, tuple):
+        normed, residual = output[0], output[1]
+    else:
+        normed, residual = output, inputs[0]
+    return residual, normed
+
+
+def _own(snapshot: torch.Tensor, source: object) -> torch.Tensor:
+    return snapshot.clone() if snapshot is source else snapshot
