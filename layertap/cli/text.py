@@ -1,0 +1,58 @@
+"""How figures are written for people: sizes, durations, ages, counts. Pure functions."""
+
+from datetime import UTC, datetime
+
+from layertap.schemas.jobs import JobState
+
+STATE_STYLES = {
+    JobState.QUEUED: "dim",
+    JobState.PLANNING: "cyan",
+    JobState.RUNNING: "cyan",
+    JobState.FINALIZING: "cyan",
+    JobState.CANCELLING: "yellow",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "bold red",
+    JobState.CANCELLED: "yellow",
+}
+
+
+def size(count: int | None) -> str:
+    """Bytes with a decimal unit: 999 B, 12.3 MB."""
+    if count is None:
+        return "–"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("the last unit returns")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as 0:42, 3:07:00."""
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def age(moment: datetime) -> str:
+    """How long ago: 12 s ago, 3 h ago."""
+    seconds = max(0.0, (datetime.now(UTC) - moment.astimezone(UTC)).total_seconds())
+    for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / divisor:.0f} {unit} ago"
+    return f"{seconds / 86_400:.0f} days ago"
+
+
+def count(done: int | None, total: int | None = None) -> str:
+    """12,345 or 12,345/67,890; a dash where unknown."""
+    if done is None:
+        return "–"
+    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
+
+
+def state(value: JobState) -> str:
+    """The state with its colour, as rich markup."""
+    return f"[{STATE_STYLES[value]}]{value}[/]"
