@@ -46,7 +46,8 @@ def find_stack(model: nn.Module) -> Stack:
     candidates = [
         module
         for module in model.modules()
-        if isinstance(getattr(module, "layers", None), nn.ModuleList) and isinstance(getattr(module, "norm", None), nn.Module)
+        if isinstance(getattr(module, "layers", None), nn.ModuleList)
+        and isinstance(getattr(module, "norm", None), nn.Module)
     ]
     if not candidates:
         raise UnsupportedModelError(f"{type(model).__name__} has no module with both `layers` and `norm`")

@@ -4,10 +4,8 @@ It does nothing unless `LAYERTAP_RUN_DIR` is set, so other uses of the same inst
 loaded it attaches the capture and reports in: without that report the worker holds the engine to be unpatched.
 """
 
-import json
 import logging
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from worker.capture import addressing
 from worker.capture.hooks import HookCapture, find_stack
 from worker.capture.host_copy import Copier
+from worker.capture.report import Attached, write_report
 from worker.capture.rid import unmask
 from worker.capture.writer import Writer
 
@@ -25,27 +24,6 @@ RUN_DIR_VARIABLE = "LAYERTAP_RUN_DIR"
 POOL_VARIABLE = "LAYERTAP_POOL_BYTES"
 DEFAULT_POOL_BYTES = 2 << 30
 _LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-
-
-@dataclass(frozen=True)
-class Attached:
-    """What one rank reports once the capture is in. `dtype` is the safetensors name of the residual stream's dtype."""
-
-    pid: int
-    tp_rank: int
-    tp_size: int
-    pp_size: int
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    dtype: str
-    strategy: str
-    installer: str
-
-
-def attached_dir(run_dir: Path) -> Path:
-    """Where the ranks of one engine report in."""
-    return run_dir / "attached"
 
 
 def register() -> None:
@@ -81,10 +59,7 @@ def attach(runner: Any, run_dir: Path, installer: str) -> None:
         strategy="hooks",
         installer=installer,
     )
-    path = attached_dir(run_dir) / f"rank{rank}.json"
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(asdict(report)))
-    os.replace(partial, path)
+    write_report(run_dir, report)
     logger.info("layertap: capture attached to %s on rank %d", report.architecture, rank)
 
 

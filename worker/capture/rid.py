@@ -28,7 +28,12 @@ class Rid:
     attempt: int
 
     def __str__(self) -> str:
-        return f"lt1.{self.boundaries:x}.{self.final:d}.{self.task}.{self.generation}.{self.row}.{self.attempt}."
+        return f"{self.lease_prefix}{self.row}.{self.attempt}."
+
+    @property
+    def lease_prefix(self) -> str:
+        """What the ids of all rows of this lease start with, and no other's: one abort ends them."""
+        return f"lt1.{self.boundaries:x}.{self.final:d}.{self.task}.{self.generation}."
 
     @property
     def session(self) -> str:

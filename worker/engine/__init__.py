@@ -1,0 +1,1 @@
+"""One SGLang engine: its command line, its processes, and the requests it is sent."""

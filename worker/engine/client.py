@@ -1,0 +1,119 @@
+"""Requests to the engine: prefill rows of token ids, abort by prefix, ask what it is.
+
+Rows go out as lists with a request id each; nothing is sampled and no log-probability is computed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+
+class EngineDownError(Exception):
+    """The engine does not answer, or answers with a failure of its own."""
+
+
+class EngineRefusedError(Exception):
+    """The engine will not take these rows; the message is its own."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a serving engine says of itself: `max_row_tokens` is the longest row it takes."""
+
+    version: str
+    max_row_tokens: int
+    server_args: dict[str, Any]
+
+
+_REPORTED_ARGS = (
+    "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "pp_size", "ep_size",
+    "attention_backend", "chunked_prefill_size", "max_prefill_tokens", "max_total_tokens", "disable_radix_cache",
+    "disable_cuda_graph", "disable_overlap_schedule", "mem_fraction_static", "context_length", "load_format", "device",
+)  # fmt: skip
+
+
+class EngineClient:
+    """Speaks to one engine on loopback; close it with `aclose`."""
+
+    def __init__(self, port: int, api_key: str, prefill_timeout: float) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(10.0, read=prefill_timeout, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def serving(self) -> bool:
+        """Whether the server answers its health check."""
+        try:
+            response = await self._http.get("/health", timeout=5.0)
+        except httpx.TransportError:
+            return False
+        return response.is_success
+
+    async def info(self) -> EngineInfo:
+        """What the engine is. Raises `EngineDownError`."""
+        try:
+            response = await self._http.get("/get_server_info", timeout=30.0)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineDownError(f"get_server_info: {error!r}") from error
+        answer = response.json()
+        # The scheduler refuses a row of max_req_input_len tokens and more.
+        return EngineInfo(
+            version=str(answer.get("version", "unknown")),
+            max_row_tokens=int(answer["max_req_input_len"]) - 1,
+            server_args={name: answer[name] for name in _REPORTED_ARGS if name in answer},
+        )
+
+    async def prefill(self, rids: list[str], rows: list[npt.NDArray[np.int32]]) -> list[str | None]:
+        """Prefills rows [S_i] of token ids. For each: None, or why the engine aborted it.
+
+        Raises `EngineRefusedError` when it takes none of them, `EngineDownError` when it gave no answer.
+        """
+        body = {
+            "rid": rids,
+            "input_ids": [row.tolist() for row in rows],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        }
+        try:
+            response = await self._http.post("/generate", json=body)
+        except httpx.TransportError as error:
+            raise EngineDownError(f"generate: {error!r}") from error
+        if 400 <= response.status_code < 500:
+            raise EngineRefusedError(_message(response))
+        if not response.is_success:
+            raise EngineDownError(f"generate: HTTP {response.status_code}: {_message(response)}")
+        outcome = {answer["meta_info"]["id"]: answer["meta_info"].get("finish_reason") for answer in response.json()}
+        return [_abort_reason(outcome.get(rid, {"type": "missing"})) for rid in rids]
+
+    async def abort(self, prefix: str) -> None:
+        """Aborts every request whose id starts with `prefix`. Raises `EngineDownError`."""
+        try:
+            response = await self._http.post("/abort_request", json={"rid": prefix}, timeout=10.0)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineDownError(f"abort_request: {error!r}") from error
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        answer = response.json()
+        return str(answer["error"]["message"] if "error" in answer else answer)[:1000]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:1000]
+
+
+def _abort_reason(finish: dict[str, Any] | None) -> str | None:
+    kind = (finish or {}).get("type")
+    if kind in ("length", "stop"):
+        return None
+    return str((finish or {}).get("message") or f"finished as {kind}")

@@ -1,0 +1,99 @@
+"""The engine's command line and environment, from the worker's settings. Pure.
+
+Only prefill is wanted, so what serves decoding or hides a forward from its hooks is switched off: prefix caching (a cached
+prefix is never recomputed), prefill graphs (hooks do not fire in a replay), and fusions that leave states partial.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_CPU_CHUNK, _GPU_CHUNK = 2048, 8192
+_CPU_CACHE_TOKENS = 32768
+_WATCHDOG_SECONDS = 3600
+"""SGLang's own watchdog, set on purpose far longer than ours: it kills without keeping evidence."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one engine is to be. Two equal specs mean that a running engine can be kept."""
+
+    model_path: str
+    device: str
+    tensor_parallel: int
+    chunked_prefill_size: int
+    max_total_tokens: int
+    extra_args: tuple[str, ...]
+    pool_bytes: int
+    engine_version: str
+
+
+def chunk_tokens(asked: int, device: str) -> int:
+    """Tokens of one prefill chunk: what was asked for, else what suits the device."""
+    return asked or (_GPU_CHUNK if device == "cuda" else _CPU_CHUNK)
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparison."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def command(spec: EngineSpec, port: int, api_key: str) -> list[str]:
+    """The server's command line. The last of two equal flags wins, so `extra_args` can override."""
+    flags = {
+        "--model-path": spec.model_path,
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--api-key": api_key,
+        "--device": spec.device,
+        "--tp-size": str(spec.tensor_parallel),
+        "--chunked-prefill-size": str(chunk_tokens(spec.chunked_prefill_size, spec.device)),
+        "--watchdog-timeout": str(_WATCHDOG_SECONDS),
+    }
+    switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--disable-radix-cache"]
+    cache_tokens = spec.max_total_tokens or (_CPU_CACHE_TOKENS if spec.device == "cpu" else 0)
+    if cache_tokens:
+        flags["--max-total-tokens"] = str(cache_tokens)
+    if spec.device == "cpu":
+        flags |= {"--attention-backend": "torch_native", "--mem-fraction-static": "0.1"}
+    else:
+        switches.append("--disable-cuda-graph")
+        if version_tuple(spec.engine_version) >= (0, 5, 22):
+            flags["--cuda-graph-backend-prefill"] = "disabled"
+            switches.append("--enforce-disable-flashinfer-allreduce-fusion")
+    words = [word for pair in flags.items() for word in pair]
+    return [sys.executable, "-m", "sglang.launch_server", *words, *switches, *spec.extra_args]
+
+
+def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path) -> dict[str, str]:
+    """The engine's environment: the worker's own, what switches the capture on, and the mark its processes bear."""
+    env = dict(base)
+    env |= {
+        "LAYERTAP_RUN_DIR": str(engine_dir),
+        "LAYERTAP_POOL_BYTES": str(spec.pool_bytes),
+        "LAYERTAP_ENGINE_DEVICE": spec.device,
+        # SGLang sets process titles, which would wipe the mark from /proc/PID/environ.
+        "SPT_NOENV": "1",
+        "SGLANG_PLUGINS": ",".join(filter(None, [base.get("SGLANG_PLUGINS"), "layertap_capture", "layertap_cpu"])),
+        "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
+    }
+    env.pop("LAYERTAP_TOKEN", None)
+    if spec.device == "cpu":
+        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cpu_binding(spec.tensor_parallel))
+    return {name: value for name, value in env.items() if value}
+
+
+def _cpu_binding(ranks: int) -> str:
+    if ranks == 1:
+        return ""
+    cpus = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cpus) // ranks)
+    return "|".join(",".join(str(c) for c in cpus[r * share : (r + 1) * share] or cpus[-1:]) for r in range(ranks))

@@ -1,0 +1,29 @@
+"""How many tokens are in the engine at a time, over all shards in hand: enough that it never starves, and bounded.
+
+A row counts until its states are in the file, so a slow disk holds back the admission of rows and never the forward.
+"""
+
+import asyncio
+
+
+class InFlight:
+    """A budget of `limit` tokens, handed out in the order asked for. A batch larger than it is let in alone."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+
+    async def acquire(self, tokens: int) -> None:
+        """Waits for room and takes it; `release` gives it back."""
+        async with self._turn:
+            while self.used and self.used + tokens > self.limit:
+                self._released.clear()
+                await self._released.wait()
+            self.used += tokens
+
+    def release(self, tokens: int) -> None:
+        """Gives room back."""
+        self.used -= tokens
+        self._released.set()

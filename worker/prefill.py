@@ -1,0 +1,140 @@
+"""Streams a shard's rows through the engine and sees each one written.
+
+Rows go out in small batches under the in-flight budget. A row is done when the ledger shows its last byte written, not
+when the engine has answered. A row that the engine refuses, or whose states never arrive, is given up by itself.
+"""
+
+import asyncio
+import errno
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.capture.rid import Rid
+from worker.capture.session import Ledger
+from worker.engine.client import EngineClient, EngineRefusedError
+from worker.inflight import InFlight
+from worker.leases import HeldLease
+
+_BATCH_ROWS = 32
+_WRITE_POLL_FIRST_S, _WRITE_POLL_MOST_S = 0.001, 0.02
+_WRITE_STALL_S = 60.0
+_ATTEMPTS = 2
+
+
+class StorageWriteError(Exception):
+    """The capture could not write the shard."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"writing the shard failed: {errno.errorcode.get(number, number)}")
+        self.full = number in (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """Why a row has no states."""
+
+    code: str
+    reason: str
+
+
+@dataclass
+class Prefill:
+    """One shard's way through the engine. `rid` names row 0, attempt 0; `failures` is by row index."""
+
+    client: EngineClient
+    budget: InFlight
+    held: HeldLease
+    ledger: Ledger
+    rid: Rid
+    batch_tokens: int
+    failures: dict[int, RowFailure] = field(default_factory=dict)
+
+    async def run(self, rows: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Prefills every row [S_i]. Raises `EngineDownError` or `StorageWriteError`; rows that fail alone are noted."""
+        try:
+            async with asyncio.TaskGroup() as sending:
+                for batch in batches([len(row) for row in rows], self.batch_tokens):
+                    await self.held.confirmed()
+                    tokens = sum(len(rows[i]) for i in batch)
+                    await self.budget.acquire(tokens)
+                    task = sending.create_task(self._send(batch, rows, attempt=0))
+                    # Not in the task itself: one that is cancelled before its first step would never give it back.
+                    task.add_done_callback(partial(self._give_back, tokens))
+        except ExceptionGroup as group:
+            raise _first(group) from group
+
+    def _give_back(self, tokens: int, _: asyncio.Task[None]) -> None:
+        self.budget.release(tokens)
+
+    async def _send(self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
+        rids = [self._rid(row, attempt) for row in batch]
+        try:
+            outcomes = await self.client.prefill(rids, [rows[i] for i in batch])
+        except EngineRefusedError as error:
+            await self._refused(batch, rows, attempt, str(error))
+            return
+        answered = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is None]
+        missing = await self._written(answered)
+        aborted = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is not None]
+        reasons = {row: str(outcome) for row, outcome in zip(batch, outcomes, strict=True)}
+        for row in [*missing, *aborted]:
+            if attempt + 1 < _ATTEMPTS:
+                await self._send([row], rows, attempt + 1)
+            elif row in missing:
+                self.failures[row] = RowFailure("capture_incomplete", "the engine answered but not all states arrived")
+            else:
+                self.failures[row] = RowFailure("engine_aborted", reasons[row])
+
+    async def _refused(
+        self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, reason: str
+    ) -> None:
+        if len(batch) == 1:
+            self.failures[batch[0]] = RowFailure("engine_refused", reason)
+            return
+        # The engine refuses a whole list for one row in it; alone, the others are taken.
+        for row in batch:
+            await self._send([row], rows, attempt)
+
+    async def _written(self, rows: list[int]) -> list[int]:
+        """Waits until the rows are in the file; returns those that stopped getting there."""
+        pause, advanced, seen = _WRITE_POLL_FIRST_S, time.monotonic(), -1
+        while left := [row for row in rows if not self.ledger.complete(row)]:
+            if self.ledger.errno:
+                raise StorageWriteError(self.ledger.errno)
+            tokens = int(self.ledger.written.sum())
+            if tokens != seen:
+                advanced, seen = time.monotonic(), tokens
+            elif time.monotonic() - advanced > _WRITE_STALL_S:
+                return left
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _WRITE_POLL_MOST_S)
+        return []
+
+    def _rid(self, row: int, attempt: int) -> str:
+        return str(replace(self.rid, row=row, attempt=attempt))
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Row indices in order, as many a batch as fit `batch_tokens` (at least one) and the row limit."""
+    batch: list[int] = []
+    tokens = 0
+    for index, length in enumerate(lengths):
+        if batch and (tokens + length > batch_tokens or len(batch) == _BATCH_ROWS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,49 @@
+"""The worker's settings, read in one place: environment variables `LAYERTAP_*`, overridden by command-line flags."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+GIB = 1 << 30
+
+
+class Settings(BaseSettings):
+    """Everything an operator may set. Tokens are counted before padding, sizes in bytes, times in seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LAYERTAP_",
+        cli_parse_args=False,
+        cli_kebab_case=True,
+        cli_prog_name="python -m worker",
+        extra="ignore",
+    )
+
+    service: str = Field("http://127.0.0.1:8178", description="address of the service")
+    token: str | None = Field(None, description="bearer token of the service")
+    storage: Path = Field(Path(".layertap/storage"), description="storage root, the same that the service sees")
+    run_dir: Path = Field(Path(".layertap/worker"), description="logs, sessions and other files of this worker alone")
+    model: list[Path] = Field(
+        default_factory=list, description="model folder, or folder of model folders, that jobs may name; repeatable"
+    )
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the engine runs")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="engine ranks that share one model")
+    chunked_prefill_size: int = Field(0, ge=0, description="tokens a forward prefills at the most; 0: by device")
+    max_total_tokens: int = Field(0, ge=0, description="tokens the engine's KV cache holds; 0: by device")
+    engine_arg: list[str] = Field(
+        default_factory=list, description="further SGLang server argument, as --name=value; repeatable"
+    )
+    launch_timeout: float = Field(1800, gt=0, description="seconds an engine may take until it serves")
+    stall_timeout: float = Field(
+        300, gt=0, description="seconds without a captured token after which work counts as stuck"
+    )
+
+    max_inflight_tokens: int = Field(0, ge=0, description="tokens in the engine at a time; 0: four prefill chunks")
+    pool_bytes: int = Field(2 * GIB, ge=1 << 20, description="pinned host memory for states on their way to storage")
+    shard_lanes: int = Field(
+        2, ge=1, le=8, description="shards in hand at a time: one prefills while another is sealed"
+    )
+    poll_interval: float = Field(1.0, gt=0, le=2.0, description="seconds between control polls")
+    stop_timeout: float = Field(60, gt=0, description="seconds that a graceful stop may take")
