@@ -1,0 +1,179 @@
+"""A plan: the whole data set streamed once, tokenised in batches, written down, and cut into shards.
+
+Memory is bounded by one batch and the longest line. Every line ends as a row of the tokenised rows or as a row error,
+except blank lines and those that were bad at upload, which the service has listed already.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from layertap.layout import token_bytes
+from layertap.rows import RowError, TokenIds, parse_row
+from layertap.schemas.jobs import Final, LossMask, Overflow
+from layertap.schemas.tasks import MAX_ROW_ERRORS_PER_CALL, PlannedShard, PlanSpec, TaskRowProblem
+from layertap.schemas.workers import ModelFacts
+from worker.plan.policy import OverflowRefusedError, limit, settle
+from worker.plan.render import Ids, LoadedTokenizer, Mask, Rendered
+from worker.plan.shards import ShardPacker
+from worker.plan.tokens import TokenRowsWriter
+
+BATCH_ROWS = 1024
+BATCH_BYTES = 512 * 1024
+"""Of JSON. Small enough that a batch takes well under a second on one core, so that progress is seen."""
+_REASON_CHARS = 1000
+
+
+class PlanError(Exception):
+    """The plan cannot be made. `code` is for programs; `retryable` is false where another try would end the same."""
+
+    def __init__(self, code: str, reason: str, retryable: bool) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+        self.retryable = retryable
+
+
+class PlanStoppedError(Exception):
+    """The plan was told to stop. Its folder stays unreadable."""
+
+
+@dataclass(frozen=True)
+class PlanProgress:
+    """How far a plan is: lines read, of them rows written and rows given up, and tokens written."""
+
+    lines: int
+    rows: int
+    tokens: int
+    row_errors: int
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A finished plan: the shards hold `rows` rows of `tokens` tokens; `row_errors` lines were given up."""
+
+    shards: list[PlannedShard]
+    rows: int
+    tokens: int
+    row_errors: int
+
+
+@dataclass
+class _Batch:
+    """Lines being worked on. `texts` and `ready` are by line number; a line is in at most one of the three."""
+
+    texts: dict[int, Rendered] = field(default_factory=dict)
+    ready: dict[int, tuple[Ids, Mask]] = field(default_factory=dict)
+    problems: dict[int, RowError] = field(default_factory=dict)
+
+
+def make_plan(
+    dataset_file: Path,
+    tokens_dir: Path,
+    spec: PlanSpec,
+    layers: list[int],
+    final: Final,
+    model: ModelFacts,
+    tokenizer: LoadedTokenizer,
+    report_errors: Callable[[list[TaskRowProblem]], None],
+    report_progress: Callable[[PlanProgress], None] = lambda progress: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PlanResult:
+    """Tokenises `dataset_file` into `tokens_dir` and packs its rows into shards.
+
+    `report_errors` is given the row errors in order of their lines, a bounded list at a time; `report_progress` is
+    called for every line that is looked at and after every batch; `should_stop` is asked before every batch. Raises
+    `PlanError`, `PlanStoppedError`, `OSError`.
+    """
+    longest = limit(spec.max_tokens, model.max_row_tokens)
+    per_token = token_bytes(len(layers), model.hidden_size, model.pins.dtype, final is not Final.NONE)
+    packer = ShardPacker(per_token, spec.shard_bytes)
+    errors = 0
+    with TokenRowsWriter(tokens_dir) as writer:
+
+        def seen(line: int) -> None:
+            report_progress(PlanProgress(line + 1, writer.rows, writer.tokens, errors))
+
+        for last_line, lines in _batches(dataset_file):
+            if should_stop():
+                raise PlanStoppedError
+            batch = _tokenise(lines, tokenizer, spec.loss_mask, seen)
+            _settle(batch, longest, spec.overflow, spec.loss_mask)
+            for row_id, (ids, mask) in sorted(batch.ready.items()):
+                writer.add(row_id, ids, mask)
+                packer.add(len(ids))
+            errors += len(batch.problems)
+            _report(batch.problems, report_errors)
+            seen(last_line)
+        writer.finish()
+        return PlanResult(packer.finish(), writer.rows, writer.tokens, errors)
+
+
+def _batches(dataset_file: Path) -> Iterator[tuple[int, dict[int, bytes]]]:
+    """The last line number of each batch (0-based), and its lines that are not blank."""
+    lines: dict[int, bytes] = {}
+    size, number = 0, -1
+    with dataset_file.open("rb") as file:
+        for number, line in enumerate(file):
+            if line.strip():
+                lines[number] = line
+            size += len(line)
+            if len(lines) >= BATCH_ROWS or size >= BATCH_BYTES:
+                yield number, lines
+                lines, size = {}, 0
+    if number >= 0:
+        yield number, lines
+
+
+def _tokenise(
+    lines: dict[int, bytes], tokenizer: LoadedTokenizer, loss_mask: LossMask, seen: Callable[[int], None]
+) -> _Batch:
+    batch = _Batch()
+    for row_id, line in lines.items():
+        seen(row_id)
+        try:
+            row = parse_row(line)
+        except RowError:
+            continue  # listed by the service at upload
+        try:
+            if isinstance(row, TokenIds):
+                batch.ready[row_id] = tokenizer.check_ids(row)
+            else:
+                batch.texts[row_id] = tokenizer.render(row, every_token=loss_mask is LossMask.ALL)
+        except RowError as error:
+            batch.problems[row_id] = error
+    try:
+        encoded = tokenizer.encode(list(batch.texts.values()))
+        batch.ready.update(zip(batch.texts, encoded, strict=True))
+    except Exception:  # noqa: BLE001 - whatever one row did to the tokenizer must not cost the others
+        _encode_singly(batch, tokenizer)
+    return batch
+
+
+def _encode_singly(batch: _Batch, tokenizer: LoadedTokenizer) -> None:
+    for row_id, rendered in batch.texts.items():
+        try:
+            (batch.ready[row_id],) = tokenizer.encode([rendered])
+        except Exception as error:  # noqa: BLE001 - this row's own problem
+            batch.problems[row_id] = RowError("tokenizer_error", f"the tokenizer refuses the row: {error}")
+
+
+def _settle(batch: _Batch, longest: int, overflow: Overflow, loss_mask: LossMask) -> None:
+    for row_id, (ids, mask) in list(batch.ready.items()):
+        try:
+            batch.ready[row_id] = settle(ids, mask, longest, overflow, loss_mask)
+        except RowError as error:
+            del batch.ready[row_id]
+            batch.problems[row_id] = error
+        except OverflowRefusedError as error:
+            reason = f"line {row_id + 1}: {error}; raise max_tokens, or set overflow to truncate or skip"
+            raise PlanError("row_too_long", reason, retryable=False) from error
+
+
+def _report(problems: dict[int, RowError], report: Callable[[list[TaskRowProblem]], None]) -> None:
+    listed = [
+        TaskRowProblem(row_id=row_id, code=error.code, reason=error.reason[:_REASON_CHARS])
+        for row_id, error in sorted(problems.items())
+    ]
+    for start in range(0, len(listed), MAX_ROW_ERRORS_PER_CALL):
+        report(listed[start : start + MAX_ROW_ERRORS_PER_CALL])
