@@ -9,6 +9,7 @@ import fcntl
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,16 @@ class DemoModelError(Exception):
 def make(folder: Path) -> Path:
     """Makes the model at `folder` unless it is there already, and returns `folder`. Takes about 20 s.
 
-    Several processes may call it at once: one makes it, the others wait. Raises `DemoModelError` where the package is
-    missing or `folder` holds something else.
+    Raises `DemoModelError` where the package is missing or `folder` holds something else.
+    """
+    return make_once(folder, lambda into: _convert(_gguf_file(), into))
+
+
+def make_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Makes the model folder `folder` by `fill` unless it is there, whole or not at all, and returns its full path.
+
+    Several processes may call it at once: one makes it, the others wait. Raises `DemoModelError` where `folder` holds
+    something else.
     """
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +50,7 @@ def make(folder: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            _convert(_gguf_file(), partial)
+            fill(partial)
             os.rename(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Keeps leases alive from a small process of its own, so that no busy interpreter ever costs a lease.
 
 The worker says on standard input which leases it holds; events go to standard output, a JSON document a line each. A
-lease is renewed only while its work advances (the ledger, which the capture writes) or while a named phase is inside its
-deadline: alive but stuck is not alive. The process ends with its worker.
+lease is renewed only while its work advances (the ledger, which the capture writes) or while a named phase is inside
+its deadline: alive but stuck is not alive. The process ends with its worker.
 """
 
 import json

@@ -1,10 +1,11 @@
 """The worker's settings, read in one place: environment variables `LAYERTAP_*`, overridden by command-line flags."""
 
+import sys
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 GIB = 1 << 30
 
@@ -47,3 +48,14 @@ class Settings(BaseSettings):
     )
     poll_interval: float = Field(1.0, gt=0, le=2.0, description="seconds between control polls")
     stop_timeout: float = Field(60, gt=0, description="seconds that a graceful stop may take")
+
+
+def read_settings(arguments: list[str]) -> Settings:
+    """The settings from the environment and `arguments`; prints what is wrong and exits with 2 where they are bad."""
+    try:
+        return CliApp.run(Settings, cli_args=arguments, cli_exit_on_error=True)
+    except ValidationError as error:
+        for problem in error.errors():
+            flag = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+            print(f"python -m worker: {flag}: {problem['msg']}", file=sys.stderr)
+        sys.exit(2)

@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tie_to_parent(parent: int) -> None:
-    """This process is killed when its parent, whose process id is `parent`, ends. Exits at once if it is gone already."""
+    """This process is killed when its parent, process id `parent`, ends. Exits at once if that is gone already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

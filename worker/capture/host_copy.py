@@ -36,7 +36,7 @@ class HostCopy:
 
 
 class PinnedPool:
-    """Pinned host memory with a bound of `limit` bytes; freed buffers are kept for the next copy of their size class."""
+    """Pinned host memory with a bound of `limit` bytes; freed buffers are kept for copies of their size."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -83,10 +83,10 @@ class Copier:
     def __init__(self, device: torch.device, pool_bytes: int) -> None:
         self._cuda = device.type == "cuda"
         self._pool = PinnedPool(pool_bytes) if self._cuda else None
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] if self._cuda else None
 
     def copy(self, states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
-        """Starts the copy of batch rows `[start, stop)`: K boundaries [N, H] each, and the final state [N, H] or None."""
+        """Starts the copy of batch rows `[start, stop)`: K boundaries [N, H] each, the final state [N, H] or None."""
         if self._stream is None:
             return self._gather(states, final, start, stop)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -95,7 +95,7 @@ class Copier:
             hidden, hidden_buffer = self._to_host(on_device.hidden)
             final_host, final_buffer = (None, None) if on_device.final is None else self._to_host(on_device.final)
             finite, finite_buffer = self._to_host(on_device.finite)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         device_tensors = (*states, *(() if final is None else (final,)), on_device.hidden, on_device.finite)
         pinned = tuple(b for b in (hidden_buffer, final_buffer, finite_buffer) if b is not None)

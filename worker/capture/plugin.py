@@ -1,7 +1,8 @@
 """The `plugin` attachment point: SGLang's plugin framework calls `register` in every process of the engine.
 
-It does nothing unless `LAYERTAP_RUN_DIR` is set, so other uses of the same installation are left alone. Once the model is
-loaded it attaches the capture and reports in: without that report the worker holds the engine to be unpatched.
+It does nothing unless `LAYERTAP_RUN_DIR` is set, so other uses of the same installation are left alone. Once the
+model is loaded it attaches the capture and reports in: without that report the worker holds the engine to be
+unpatched.
 """
 
 import logging

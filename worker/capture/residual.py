@@ -20,9 +20,11 @@ def stream_at_entry(arguments: Mapping[str, Any]) -> torch.Tensor:
     if getattr(batch, "residual_stream", None) is not None:
         from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 
-        return _own(residual_batch.snapshot(hidden, batch), hidden)
+        snapshot: torch.Tensor = residual_batch.snapshot(hidden, batch)
+        return snapshot.clone() if snapshot is hidden else snapshot
     residual = arguments.get("residual")
-    return hidden.clone() if residual is None else hidden + residual
+    stream: torch.Tensor = hidden.clone() if residual is None else hidden + residual
+    return stream
 
 
 def stream_at_norm(inputs: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +37,3 @@ def stream_at_norm(inputs: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, 
     else:
         normed, residual = output, inputs[0]
     return residual, normed
-
-
-def _own(snapshot: torch.Tensor, source: object) -> torch.Tensor:
-    return snapshot.clone() if snapshot is source else snapshot

@@ -1,8 +1,8 @@
 """Request ids: everything that every rank must know to act alike stands in the id itself.
 
 Ranks run collectives while they read the residual stream, so whether and what to read may depend on nothing but the
-batch. The boundaries are therefore a bit mask in the id. Each id ends with a terminator: the engine aborts by prefix, and
-no id is a prefix of another.
+batch. The boundaries are therefore a bit mask in the id. Each id ends with a terminator: the engine aborts by prefix,
+and no id is a prefix of another.
 """
 
 import re

@@ -26,8 +26,8 @@ class LedgerError(RuntimeError):
 class Ledger:
     """Shared record of a shard's rows: `lengths`, `written` and `nonfinite`, each int64 [n].
 
-    `written[i]` is how many leading tokens of row i are in the file; `nonfinite[i]` counts its tokens that hold a NaN or
-    infinity. The capture alone writes those two, the worker alone writes `closed`.
+    `written[i]` is how many leading tokens of row i are in the file; `nonfinite[i]` counts its tokens that hold a NaN
+    or infinity. The capture alone writes those two, the worker alone writes `closed`.
     """
 
     def __init__(self, path: Path, words: npt.NDArray[np.int64], mapped: mmap.mmap) -> None:
@@ -90,8 +90,8 @@ class Ledger:
 class Session:
     """What the capture must know to place a shard's bytes.
 
-    Token t of row i lies at `hidden_start + (offsets[i] + t) * hidden_token_bytes` of `file`, and its final hidden state
-    at `final_start + (offsets[i] + t) * final_token_bytes` (`final_start` None: not wanted).
+    Token t of row i lies at `hidden_start + (offsets[i] + t) * hidden_token_bytes` of `file`, and its final hidden
+    state at `final_start + (offsets[i] + t) * final_token_bytes` (`final_start` None: not wanted).
     """
 
     file: str

@@ -1,7 +1,7 @@
 """The writer: one thread that puts states at their final place in the shard and then says so in the ledger.
 
-`pwrite` lets go of the interpreter lock, so the scheduler runs on meanwhile. The order is the promise: a token counts as
-written only after the file has it.
+`pwrite` lets go of the interpreter lock, so the scheduler runs on meanwhile. The order is the promise: a token counts
+as written only after the file has it.
 """
 
 import logging
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from worker.capture.addressing import Piece
@@ -47,7 +48,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, run: list[Piece], copy: HostCopy) -> None:
-        """Queues the states of a run of adjacent pieces. Raises `queue.Full` if the thread makes no room for minutes."""
+        """Queues the states of a run of adjacent pieces. Raises `queue.Full` if no room is made for minutes."""
         self._queue.put((run, copy), timeout=_PUT_TIMEOUT_S)
 
     def stop(self, timeout: float = 60.0) -> None:
@@ -133,7 +134,8 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+    flat: np.ndarray = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return flat.data
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

@@ -1,7 +1,7 @@
 """The canary: one short row through a fresh engine before any real work, which also warms it up.
 
-It proves that the hooks fire, that every asked state arrives, is finite, and that no two boundaries are the same buffer.
-An engine that fails it is refused.
+It proves that the hooks fire, that every asked state arrives, is finite, and that no two boundaries are the same
+buffer. An engine that fails it is refused.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The engine's life: launch, wait until it serves with the capture in, stop for certain.
 
-The server runs in its own session, so that one signal reaches its whole process group, and is tied to the worker, so that
-it does not outlive it. What escapes the group is found by its mark.
+The server runs in its own session, so that one signal reaches its whole process group, and is tied to the worker, so
+that it does not outlive it. What escapes the group is found by its mark.
 """
 
 import asyncio
@@ -68,16 +68,11 @@ class Engine:
         return self._process is not None and self._process.poll() is None
 
     async def launch(self, timeout: float) -> None:
-        """Starts the server and waits until it serves and every rank reported its capture. Raises `EngineLaunchError`."""
+        """Starts the server; returns once it serves and every rank reported in. Raises `EngineLaunchError`."""
         shutil.rmtree(self.directory, ignore_errors=True)
         for folder in (self.directory, attached_dir(self.directory), sessions_dir(self.directory)):
             folder.mkdir(parents=True, exist_ok=True)
-        argv = tied.command(os.getpid(), command(self.spec, self._port, self._api_key))
-        env = environment(self.spec, os.environ, self.directory)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self._process = self._start()
         logger.info("engine launching: %s on port %d, log %s", self.spec.model_path, self._port, self.log_path)
         try:
             await self._wait_serving(timeout)
@@ -85,6 +80,14 @@ class Engine:
         except BaseException:
             await self.stop()
             raise
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        argv = tied.command(os.getpid(), command(self.spec, self._port, self._api_key))
+        env = environment(self.spec, os.environ, self.directory)
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     async def _wait_serving(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -122,7 +125,7 @@ class Engine:
         return "\n".join(text.splitlines()[-lines:]).replace(self._api_key, "***")
 
     async def stop(self) -> None:
-        """Ends every process of the engine: terminate, kill the group, sweep by mark, verify. Raises `EngineStopError`."""
+        """Ends every process: terminate, kill the group, sweep by mark, verify. Raises `EngineStopError`."""
         await self.client.aclose()
         await asyncio.to_thread(self._stop)
 

@@ -1,4 +1,5 @@
-"""Which engine runs: one at a time, kept warm between tasks and jobs of the same model, replaced when another is asked for.
+"""Which engine runs: one at a time, kept warm between tasks and jobs of the same model, replaced when another is
+asked for.
 
 Tasks use it side by side; a change of model waits until none does. An engine that has died is used by nobody again.
 """

@@ -1,7 +1,8 @@
 """The engine's command line and environment, from the worker's settings. Pure.
 
-Only prefill is wanted, so what serves decoding or hides a forward from its hooks is switched off: prefix caching (a cached
-prefix is never recomputed), prefill graphs (hooks do not fire in a replay), and fusions that leave states partial.
+Only prefill is wanted, so what serves decoding or hides a forward from its hooks is switched off: prefix caching (a
+cached prefix is never recomputed), prefill graphs (hooks do not fire in a replay), and fusions that leave states
+partial.
 """
 
 import os

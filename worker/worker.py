@@ -1,0 +1,272 @@
+"""The worker: registers, claims, works, and stops in order.
+
+Lanes claim tasks side by side: one plans, the others extract shards with the one engine. A control poll, apart from
+lease renewal, learns of cancelled and lost tasks and of a drain. SIGTERM finishes nothing new: tasks in hand are handed
+back, the engine is ended, and the service is told.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+
+from layertap.schemas.tasks import (
+    ClaimRequest,
+    ClaimResponse,
+    ControlRequest,
+    Goodbye,
+    Lease,
+    Release,
+    TaskFailure,
+    TaskKind,
+)
+from layertap.schemas.workers import ModelFacts, WorkerRegister
+from layertap.storage_paths import NONCE_FILE
+from worker.engine.canary import CanaryError
+from worker.engine.client import EngineDownError
+from worker.engine.engine import EngineLaunchError
+from worker.engine.host import EngineHost, NoEngineError
+from worker.extract import LAYOUT_SECONDS, Extraction
+from worker.leases import HeldLease, LeaseKeeper
+from worker.plan.plan import PlanError
+from worker.plan_task import QUIET_SECONDS, run_plan
+from worker.prefill import StorageWriteError
+from worker.service_api import LeaseLostError, ServiceApi, ServiceError, ServiceUnreachableError
+from worker.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+REGISTER_PATIENCE_S = 600.0
+REPORT_PATIENCE_S = 60.0
+_LAUNCH_BACKOFF_MOST_S = 60.0
+_SPACE_PAUSE_S = 5.0
+_NONCE_POLL_S = 0.2
+
+
+class StorageMismatchError(Exception):
+    """The storage root is not the one that the service uses."""
+
+
+class Worker:
+    """One worker process. `models` are what it offers, `device` and `chunk` describe its engine."""
+
+    def __init__(self, settings: Settings, models: list[ModelFacts], device: str, chunk: int) -> None:
+        self.id = f"wrk_{secrets.token_hex(10)}"
+        self._settings = settings
+        self._models = {facts.name: facts for facts in models}
+        self._storage = settings.storage.resolve()
+        self._api = ServiceApi(settings.service, settings.token)
+        self._keeper = LeaseKeeper(self.id, settings.service, settings.token, settings.stall_timeout)
+        self._host = EngineHost(settings, device, chunk)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Asks for a graceful stop; `run` returns once it is done."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Works until stopped. Raises `StorageMismatchError` or a `service_api` error at the start."""
+        try:
+            await self._keeper.start()
+            await self._until_stopped(self._register())
+            if not self._stopping.is_set():
+                await self._work()
+        finally:
+            async with asyncio.timeout(self._settings.stop_timeout):
+                await self._end()
+
+    async def _work(self) -> None:
+        lanes = [self._lane(TaskKind.PLAN)] + [self._lane(TaskKind.SHARD) for _ in range(self._settings.shard_lanes)]
+        async with asyncio.TaskGroup() as group:
+            for lane in lanes:
+                group.create_task(lane)
+            group.create_task(self._control())
+            group.create_task(self._watch_keeper())
+
+    async def _end(self) -> None:
+        await self._host.stop()
+        try:
+            await self._api.goodbye(self.id, Goodbye())
+        except (ServiceError, ServiceUnreachableError) as error:
+            logger.warning("the service was not told of the end: %s", error)
+        await self._keeper.stop()
+        await self._api.aclose()
+
+    async def _until_stopped(self, work: Awaitable[None]) -> None:
+        """Runs `work`, giving it up when a stop is asked for."""
+        task = asyncio.ensure_future(work)
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+    async def _register(self) -> None:
+        nonce_file = self._storage / NONCE_FILE
+        for _ in range(int(REGISTER_PATIENCE_S / _NONCE_POLL_S)):
+            if nonce_file.exists():
+                break
+            await asyncio.sleep(_NONCE_POLL_S)
+        else:
+            raise StorageMismatchError(f"{nonce_file} is missing: point --storage at the storage root of the service")
+        message = WorkerRegister(
+            id=self.id,
+            host=socket.gethostname(),
+            version=version("layertap"),
+            storage_nonce=nonce_file.read_text().strip(),
+            models=list(self._models.values()),
+        )
+        await self._api.register(message, REGISTER_PATIENCE_S)
+        logger.info("registered as %s with models %s", self.id, ", ".join(self._models))
+
+    async def _control(self) -> None:
+        while not self._stopping.is_set():
+            message = ControlRequest(
+                held=self._keeper.in_hand(), loaded_model=self._host.model, status=self._host.status, draining=False
+            )
+            try:
+                answer = await self._api.control(self.id, message)
+            except (ServiceError, ServiceUnreachableError) as error:
+                logger.warning("control poll: %s", error)
+            else:
+                for task in answer.drop:
+                    if (held := self._keeper.held.get(task)) is not None:
+                        held.drop("dropped by the service", lost=False)
+                if not answer.known:
+                    await self._register()
+                if answer.drain:
+                    self.stop()
+            await self._pause(self._settings.poll_interval)
+
+    async def _watch_keeper(self) -> None:
+        await self._until_stopped(self._wait(self._keeper.failed))
+        if not self._stopping.is_set():
+            logger.error("the lease keeper ended; stopping, since no lease could be kept")
+            self.stop()
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        await event.wait()
+
+    async def _lane(self, kind: TaskKind) -> None:
+        launches_failed = 0
+        while not self._stopping.is_set():
+            sent_at = time.monotonic()
+            answer = await self._claim(kind)
+            if answer is None:
+                continue
+            if answer.lease is not None:
+                await self._perform(answer.lease, sent_at)
+            elif answer.load_model is not None:
+                loaded = await self._load(answer.load_model)
+                launches_failed = 0 if loaded else launches_failed + 1
+                if not loaded:
+                    await self._pause(min(2.0**launches_failed, _LAUNCH_BACKOFF_MOST_S))
+            else:
+                await self._pause(answer.retry_after_seconds)
+
+    async def _claim(self, kind: TaskKind) -> ClaimResponse | None:
+        request = ClaimRequest(
+            worker=self.id, request_id=secrets.token_hex(12), kinds=[kind], loaded_model=self._host.model
+        )
+        try:
+            return await self._api.claim(request, REPORT_PATIENCE_S)
+        except (ServiceError, ServiceUnreachableError) as error:
+            logger.warning("claim: %s", error)
+            await self._pause(self._settings.poll_interval)
+            return None
+
+    async def _load(self, name: str) -> bool:
+        facts = self._models.get(name)
+        if facts is None:
+            logger.error("asked to load %s, which this worker never offered", name)
+            return False
+        try:
+            await self._until_stopped(self._host.ensure(facts))
+        except EngineLaunchError as error:
+            logger.error("%s\n%s", error, error.log_tail)
+            return False
+        except CanaryError as error:
+            logger.error("%s failed its canary: %s", name, error)
+            return False
+        return True
+
+    async def _perform(self, lease: Lease, sent_at: float) -> None:
+        """Works on a lease until it is done, dropped, or the worker stops; tells the service how it ended."""
+        is_plan = lease.kind is TaskKind.PLAN
+        phase, seconds = ("plan", QUIET_SECONDS) if is_plan else ("layout", LAYOUT_SECONDS)
+        held = self._keeper.hold(lease, sent_at, phase, seconds)
+        work = asyncio.create_task(self._plan(held) if is_plan else self._extract(held))
+        ends = [asyncio.create_task(held.dropped.wait()), asyncio.create_task(self._stopping.wait())]
+        try:
+            await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work})
+            await self._report_end(held, work)
+        finally:
+            work.cancel()
+            for end in ends:
+                end.cancel()
+            self._keeper.let_go(held)
+
+    async def _report_end(self, held: HeldLease, work: "asyncio.Task[None]") -> None:
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        task = held.lease.task
+        match error:
+            case None:
+                return
+            case LeaseLostError():
+                logger.warning("%s is no longer ours: %s", task, error)
+            case asyncio.CancelledError():
+                if not held.lost:
+                    await self._release(held, held.drop_reason or "the worker stops")
+            case NoEngineError() | ServiceUnreachableError():
+                await self._release(held, str(error) or type(error).__name__)
+            case StorageWriteError(full=True):
+                await self._release(held, str(error))
+                await self._pause(_SPACE_PAUSE_S)
+            case PlanError():
+                await self._fail(held, error.code, error.reason, error.retryable)
+            case EngineDownError():
+                await self._fail(held, "engine_died", str(error), True)
+            case StorageWriteError() | OSError():
+                await self._fail(held, "storage_error", str(error), True)
+            case _:
+                logger.error("%s failed", task, exc_info=error)
+                await self._fail(held, "worker_error", f"{type(error).__name__}: {error}", True)
+
+    async def _plan(self, held: HeldLease) -> None:
+        facts = self._models[held.lease.model]
+        await run_plan(self._api, self._keeper, held, self._storage, facts, facts.max_row_tokens)
+
+    async def _extract(self, held: HeldLease) -> None:
+        async with self._host.use(held.lease.model) as engine:
+            await Extraction(self._api, self._keeper, engine, self._host.budget, self._storage).run(held)
+
+    async def _release(self, held: HeldLease, reason: str) -> None:
+        message = Release(**held.proof.model_dump(), reason=reason[:2000])
+        await self._tell("release", held, lambda: self._api.release(held.lease.task, message, REPORT_PATIENCE_S))
+
+    async def _fail(self, held: HeldLease, code: str, reason: str, retryable: bool) -> None:
+        logger.error("%s failed: %s: %s", held.lease.task, code, reason)
+        message = TaskFailure(**held.proof.model_dump(), code=code, reason=reason[:8000], retryable=retryable)
+        await self._tell("fail", held, lambda: self._api.fail(held.lease.task, message, REPORT_PATIENCE_S))
+
+    async def _tell(self, what: str, held: HeldLease, message: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await message()
+        except (ServiceError, ServiceUnreachableError) as error:
+            logger.warning("%s of %s: %s", what, held.lease.task, error)
