@@ -83,7 +83,7 @@ class Copier:
     def __init__(self, device: torch.device, pool_bytes: int) -> None:
         self._cuda = device.type == "cuda"
         self._pool = PinnedPool(pool_bytes) if self._cuda else None
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] if self._cuda else None
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
 
     def copy(self, states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
         """Starts the copy of batch rows `[start, stop)`: K boundaries [N, H] each, the final state [N, H] or None."""

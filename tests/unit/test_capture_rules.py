@@ -1,0 +1,74 @@
+"""The capture's pure rules: request ids, addressing, and which rows of a batch go where."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.capture.addressing import pieces, runs, wanted
+from worker.capture.rid import Rid, mask, parse, unmask
+
+rids = st.builds(
+    Rid,
+    boundaries=st.lists(st.integers(0, 127), min_size=1, max_size=8).map(mask),
+    final=st.booleans(),
+    task=st.from_regex(r"task_[A-Z0-9]{4,26}", fullmatch=True),
+    generation=st.integers(0, 10**6),
+    row=st.integers(0, 10**7),
+    attempt=st.integers(0, 9),
+)
+
+
+@given(rids)
+def test_a_request_id_is_read_back_as_written(rid: Rid) -> None:
+    assert parse(str(rid)) == rid
+
+
+@given(rids, rids)
+def test_no_request_id_is_a_prefix_of_another(first: Rid, second: Rid) -> None:
+    if first != second:
+        assert not str(second).startswith(str(first))
+
+
+@given(rids, rids)
+def test_an_abort_of_a_lease_reaches_its_own_rows_only(first: Rid, second: Rid) -> None:
+    same = (first.boundaries, first.final, first.session) == (second.boundaries, second.final, second.session)
+    assert str(second).startswith(first.lease_prefix) == same
+
+
+@pytest.mark.parametrize("foreign", ["", "abc123", "HEALTH_CHECK_1", "lt1.3.1.task_A.1.2", None, 7, ["lt1"]])
+def test_a_request_that_is_not_ours_is_left_alone(foreign: object) -> None:
+    assert parse(foreign) is None
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_a_mask_names_exactly_its_boundaries(boundaries: set[int]) -> None:
+    assert unmask(mask(sorted(boundaries))) == tuple(sorted(boundaries))
+
+
+def _rid(row: int, boundaries: tuple[int, ...] = (0, 3), final: bool = True) -> str:
+    return str(Rid(mask(boundaries), final, "task_A", 1, row, 0))
+
+
+def test_a_chunk_lies_where_its_prefix_ends() -> None:
+    found = pieces([_rid(0), "other", _rid(5)], [100, 0, 0], [20, 7, 3])
+    assert [(p.rid.row, p.start, p.count, p.position) for p in found] == [(0, 0, 20, 100), (5, 27, 3, 0)]
+
+
+def test_a_request_without_rows_in_the_batch_has_no_piece() -> None:
+    assert [p.rid.row for p in pieces([_rid(0), _rid(1)], [0, 0], [0, 4])] == [1]
+
+
+def test_lengths_that_disagree_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        pieces([_rid(0)], [0], [4, 4])
+
+
+def test_what_is_read_depends_on_the_ids_alone() -> None:
+    found = pieces([_rid(0, (1,), False), _rid(1, (4, 7), True)], [0, 9], [2, 2])
+    assert wanted(found) == (mask([1, 4, 7]), True)
+    assert wanted([]) == (0, False)
+
+
+def test_neighbours_that_ask_the_same_share_a_copy() -> None:
+    found = pieces([_rid(0), _rid(1), "other", _rid(2), _rid(3, (9,))], [0] * 5, [2, 2, 2, 2, 2])
+    assert [[p.rid.row for p in run] for run in runs(found)] == [[0, 1], [2], [3]]
