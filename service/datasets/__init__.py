@@ -1,0 +1,1 @@
+"""Data sets: upload, list, delete."""

@@ -1,0 +1,1 @@
+"""The database: tables, connections, migrations and the clock of leases."""

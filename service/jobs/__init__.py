@@ -1,0 +1,1 @@
+"""Jobs: create, watch, cancel, retry, delete, finish."""

@@ -1,0 +1,1 @@
+"""Shards and manifests: what a job hands over."""

@@ -1,0 +1,1 @@
+"""Tasks: the worker protocol of leases."""

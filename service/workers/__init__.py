@@ -1,0 +1,1 @@
+"""Workers and the models they registered."""
