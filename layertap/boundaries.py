@@ -46,7 +46,7 @@ def _preset(preset: Preset, num_layers: int) -> list[int]:
     eagle3 = [2, num_layers // 2, num_layers - 3]
     if not 2 < num_layers // 2 < num_layers - 3:
         raise BoundaryError(
-            f"preset {preset} needs a model of at least 8 blocks, this one has {num_layers}; name layers instead"
+            f"preset {preset} needs a model of at least 7 blocks, this one has {num_layers}; name layers instead"
         )
     return eagle3 if preset is Preset.EAGLE3 else [*eagle3, num_layers]
 

@@ -56,8 +56,9 @@ class _Part:
         self.count(len(chunk))
 
     def append(self, chunk: bytes) -> None:
-        """Writes bytes behind what is there."""
+        """Writes bytes behind what is there; a thread stuck in the network must not hold any of them back."""
         self.file.write(chunk)
+        self.file.flush()
         self.take(chunk)
 
     def empty(self) -> None:
@@ -173,7 +174,6 @@ class Download:
                     raise PullInterruptedError("stopped") from None
         if part.digest.hexdigest() != self.shard.sha256:
             raise _WrongBytesError
-        part.file.flush()
         os.fsync(part.file.fileno())
 
     def _receive(self, part: _Part) -> None:

@@ -80,7 +80,7 @@ def options(
 
 def connect(ctx: typer.Context) -> Client:
     """The client for the address that the command line names, closed when the verb is done."""
-    return ctx.with_resource(Client(str(ctx.obj)))
+    return ctx.with_resource(Client(str(ctx.obj), tries=4))
 
 
 def print_error(error: LayertapError) -> None:

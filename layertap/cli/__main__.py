@@ -1,0 +1,5 @@
+"""`python -m layertap.cli` is `layertap`."""
+
+from layertap.cli import main
+
+main()
