@@ -1,0 +1,3 @@
+"""Fixtures are kept by part, one file each."""
+
+pytest_plugins = ["fixtures_client", "fixtures_models"]
