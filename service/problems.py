@@ -21,6 +21,7 @@ from layertap.schemas.common import FieldError, Problem
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER = {"Retry-After": "1"}
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _log = logging.getLogger(__name__)
 
 
@@ -175,12 +176,12 @@ def _http(request: Request, exc: HTTPException) -> ProblemError:
 
 def _allowed_methods(request: Request) -> list[str]:
     """Every method that some route of the app takes at the request's path (the router names those of one route)."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        match, _ = route.matches(request.scope)
-        if match is not Match.NONE:
-            methods |= set(getattr(route, "methods", None) or ())
-    return sorted(methods)
+
+    def taken(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in _METHODS if taken(method)]
 
 
 def _unavailable() -> ProblemError:
