@@ -20,6 +20,8 @@ from worker.capture.session import Ledger, LedgerError
 from worker.service_api import LeaseLostError, error_of, transient
 
 TICK_S = 0.25
+REPORT_S = 1.0
+"""Work that advances is reported this often, which renews the lease too; other work renews at a third of it."""
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Held:
     tokens: int = -1
     rows: int = 0
     advanced_at: float = 0.0
+    reported: tuple[int, int] = (0, -1)
     stuck: bool = False
 
 
@@ -59,8 +62,17 @@ def may_renew(held: Held, now: float) -> bool:
     return held.ledger is not None and now - held.advanced_at < held.stall_seconds
 
 
+def due(held: Held, now: float) -> bool:
+    """Whether it is time for a heartbeat: a third of the lease has passed, or there is progress to report."""
+    third = held.lease_seconds / 3
+    news = (held.rows, held.tokens) != held.reported and held.tokens >= 0
+    return now >= held.next_renewal or (news and now >= held.next_renewal - third + min(REPORT_S, third))
+
+
 class Keeper:
-    """Renews every held lease at a third of its length; `handle` takes the worker's messages."""
+    """Renews every held lease at a third of its length, or sooner when there is progress to report; `handle` takes the
+    worker's messages.
+    """
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -93,7 +105,7 @@ class Keeper:
         now = time.monotonic()
         for held in list(self._held.values()):
             observe(held, now)
-            if now < held.next_renewal:
+            if not due(held, now):
                 continue
             held.next_renewal = now + held.lease_seconds / 3
             if may_renew(held, now):
@@ -129,6 +141,7 @@ class Keeper:
             held.next_renewal = sent + 0.5
             return
         if response.is_success:
+            held.reported = (held.rows, held.tokens)
             held.lease_seconds = float(response.json()["lease_seconds"])
             held.valid_until = sent + held.lease_seconds
             _say(event="renewed", task=held.task, valid_until=held.valid_until)

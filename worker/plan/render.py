@@ -48,9 +48,7 @@ class LoadedTokenizer:
                 "add a tokenizer.json to the model folder, or send input_ids rows"
             )
         self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._backend = _untrimmed(tokenizer.backend_tokenizer)
         self.vocab_size = vocab_size
         self.has_chat_template = bool(tokenizer.chat_template)
         self._end_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
@@ -166,14 +164,26 @@ def _masked(encoding: Any, rendered: Rendered) -> tuple[Ids, Mask]:
     n = len(ids)
     flat = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=2 * n)
     starts, ends = flat[::2], flat[1::2]
-    # Byte-level post-processors trim blanks off a token's offsets, all of them where it is nothing but blanks. Tokens
-    # tile the text, so what lies between two tokens belongs to the later one.
-    previous = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if n else ends
-    starts = np.minimum(starts, previous)
     mask = np.zeros(n, np.uint8)
     for start, end in rendered.spans:
         mask |= (starts < end) & (ends > start)
     return ids, mask
+
+
+def _untrimmed(backend: Any) -> Any:
+    """A copy that neither truncates nor pads, and whose offsets are those of the whole token.
+
+    Byte-level post-processors trim blanks off a token's offsets, all of them where it is nothing but blanks.
+    """
+    import tokenizers
+
+    spec = json.loads(backend.to_str())
+    processor = spec["post_processor"] or {}
+    for part in (processor, *processor.get("processors", ())):
+        if "trim_offsets" in part:
+            part["trim_offsets"] = False
+    spec["truncation"] = spec["padding"] = None
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
 def _tokenizer_class(folder: Path) -> Any:
