@@ -1,3 +1,3 @@
 """Fixtures are kept by part, one file each."""
 
-pytest_plugins = ["fixtures_client", "fixtures_models"]
+pytest_plugins = ["fixtures_client", "fixtures_service_process", "fixtures_models", "fixtures_service"]

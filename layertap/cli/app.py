@@ -1,6 +1,7 @@
 """The typer application that every verb joins, and what they share: options, the client, errors as readable text."""
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -15,7 +16,10 @@ from layertap.client import Client
 from layertap.errors import ApiError, LayertapError
 from layertap.transport import DEFAULT_URL
 
-out = Console(highlight=False)
+PIPE_WIDTH = 200
+"""Columns of a table that goes into a pipe or a file, where nothing should be cut."""
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 """Results."""
 err = Console(stderr=True, highlight=False)
 """Progress and errors, so that results can be piped."""
