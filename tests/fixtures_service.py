@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -265,15 +266,15 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
-    """One Postgres cluster for all tests."""
-    folder = tmp_path_factory.mktemp("postgres")
-    for parent in (folder, *folder.parents):
-        if parent.is_relative_to(tmp_path_factory.getbasetemp().parent):
-            parent.chmod(0o755)
-    server = Postgres(folder)
-    yield server
-    server.stop()
+def postgres() -> Iterator[Postgres]:
+    """One Postgres cluster for all tests, in a folder of its own: pytest's are closed to the user it runs as."""
+    with tempfile.TemporaryDirectory(prefix="layertap-postgres-") as folder:
+        Path(folder).chmod(0o755)
+        server = Postgres(Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
