@@ -6,6 +6,7 @@ Usage: `async for line in plan_lines(request, quiet_seconds): …`; the last lin
 import asyncio
 import sys
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from pydantic import ValidationError
 
@@ -32,12 +33,13 @@ async def plan_lines(request: PlanRequest, quiet_seconds: float) -> AsyncGenerat
     )
     errors = asyncio.create_task(_tail(process))
     try:
-        async for line in _lines(process, request, quiet_seconds):
-            if isinstance(line, PlanErrorLine):
-                raise PlanError(line.code, line.reason, line.retryable)
-            yield line
-            if isinstance(line, PlanResultLine):
-                return
+        async with aclosing(_lines(process, request, quiet_seconds)) as lines:
+            async for line in lines:
+                if isinstance(line, PlanErrorLine):
+                    raise PlanError(line.code, line.reason, line.retryable)
+                yield line
+                if isinstance(line, PlanResultLine):
+                    return
         raise PlanError("plan_crashed", f"exit code {await process.wait()}: {await errors}", retryable=True)
     finally:
         if process.returncode is None:
@@ -61,9 +63,10 @@ async def _lines(
         if not line:
             return
         try:
-            yield PLAN_LINE.validate_json(line)
+            said = PLAN_LINE.validate_json(line)
         except ValidationError as error:
             raise PlanError("plan_crashed", f"unreadable line: {line[:200]!r}", retryable=True) from error
+        yield said
 
 
 async def _tail(process: asyncio.subprocess.Process) -> str:
