@@ -69,7 +69,13 @@ def create_app(context: Context | None = None, *, upkeep: bool = True) -> FastAP
             context.database.close()
 
     app = FastAPI(
-        title="Layertap", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="Layertap",
+        version=VERSION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: f"{route.name}_head" if "HEAD" in route.methods else route.name,
     )
     problems.install(app)
     for router in (

@@ -3,10 +3,11 @@
 import sys
 from typing import Any
 
+import yaml
 from fastapi import FastAPI
 
 from layertap.schemas.common import Problem
-from service.openapi_parts import problem_response
+from service.openapi_parts import BODY_EXAMPLES, problem_components
 
 _SUMMARY = "Hidden states of large language models, as a service."
 _TAGS = [
@@ -28,7 +29,7 @@ def describe(app: FastAPI) -> None:
     app.summary = _SUMMARY
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None or "x-problems" not in app.openapi_schema:
+        if app.openapi_schema is None:
             app.openapi_schema = _with_problems(generate())
         return app.openapi_schema
 
@@ -36,42 +37,56 @@ def describe(app: FastAPI) -> None:
 
 
 def _with_problems(document: dict[str, Any]) -> dict[str, Any]:
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(problem.pop("$defs", {}))
     schemas[Problem.__name__] = problem
+    components["responses"] = problem_components()
+    components["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": "LAYERTAP_TOKEN, where the service has one."}
+    }
+    document["security"] = [{"token": []}, {}]
     for path, item in document["paths"].items():
         for method, operation in item.items():
             if method in _METHODS:
                 _finish(operation, path, method)
-    document["components"]["securitySchemes"] = {
-        "token": {"type": "http", "scheme": "bearer", "description": "LAYERTAP_TOKEN, where the service has one."}
-    }
-    document["security"] = [{"token": []}, {}]
-    document["x-problems"] = "urn:layertap:problem:<code>"
     return document
 
 
 def _finish(operation: dict[str, Any], path: str, method: str) -> None:
-    operation["operationId"] = operation["operationId"].split("_v1_")[0] + ("_head" if method == "head" else "")
+    """Give one operation its id, its summary, its problems and its example."""
+    first, _, rest = operation.get("description", "").partition("\n")
+    operation["summary"] = first.strip().rstrip(".")
+    if rest.strip():
+        operation["description"] = rest.strip()
+    else:
+        operation.pop("description", None)
     responses = operation["responses"]
-    if "422" in responses and "application/problem+json" not in responses["422"].get("content", {}):
-        responses["422"] = problem_response("Unprocessable Content")
-    responses["default"] = problem_response("Any other problem")
+    for status, answer in list(responses.items()):
+        # FastAPI adds its own 422, and a description beside the reference.
+        if "$ref" in answer or (status == "422" and "HTTPValidationError" in str(answer)):
+            responses[status] = {"$ref": f"#/components/responses/Problem{status}"}
     if path.startswith("/v1/"):
-        responses.setdefault("401", problem_response("Unauthorized"))
+        responses["401"] = {"$ref": "#/components/responses/Problem401"}
+    responses["default"] = {"$ref": "#/components/responses/Problem"}
+    if (example := BODY_EXAMPLES.get(operation["operationId"])) is not None:
+        operation["requestBody"]["content"]["application/json"]["example"] = example
 
 
-def main() -> None:
-    """Print the description as YAML."""
-    import yaml
-
+def render() -> str:
+    """The description as YAML, the same wherever it is made."""
     from service.app import create_app
 
-    yaml.safe_dump(create_app().openapi(), sys.stdout, sort_keys=False, allow_unicode=True, width=120)
+    class Plain(yaml.SafeDumper):
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    document = create_app().openapi()
+    return yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120)
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(render())

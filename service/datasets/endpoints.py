@@ -24,9 +24,9 @@ Name = Annotated[str, Query(min_length=1, max_length=200, description="A name fo
 
 @router.post("", status_code=201, openapi_extra=JSONL_BODY, responses=problems(400, 415, 422, 507))
 async def upload_dataset(request: Request, response: Response, context: ContextDep, name: Name = "dataset") -> Dataset:
-    """Upload a data set: the JSONL file is the body.
+    """Upload a data set.
 
-    Every line is checked on arrival; lines that can't be used are listed at `/v1/datasets/{dataset}/errors`.
+    The JSONL file is the body. Every line is checked on arrival; lines that can't be used are listed at `/v1/datasets/{dataset}/errors`.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -80,7 +80,10 @@ def get_dataset(context: ContextDep, dataset: str) -> Dataset:
 def list_dataset_errors(
     context: ContextDep, dataset: str, limit: Limit = 100, after: AfterNumber = None
 ) -> Page[RowProblem]:
-    """List the lines that were refused on upload, by line. The first 100,000 are kept."""
+    """List the lines that were refused on upload.
+
+    By line; the first 100,000 are kept.
+    """
     with context.database.read() as session:
         if repository.get(session, dataset) is None:
             raise NotFoundError("dataset", dataset)
@@ -90,5 +93,8 @@ def list_dataset_errors(
 
 @router.delete("/{dataset}", status_code=204, responses=problems(404, 409))
 def delete_dataset(context: ContextDep, dataset: str) -> None:
-    """Delete a data set; refused while a job that is not over reads it."""
+    """Delete a data set.
+
+    Refused while a job that is not over reads it.
+    """
     service.delete(context.database, context.storage, dataset)

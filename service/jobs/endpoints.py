@@ -27,7 +27,10 @@ StateFilter = Annotated[JobState | None, Query(description="Only jobs in this st
 
 @router.post("", status_code=202, responses={200: {"model": Job, "description": "A repeat"}, **problems(422)})
 def create_job(body: JobCreate, response: Response, context: ContextDep, idempotency_key: IdempotencyKey = None) -> Job:
-    """Create a job. Poll the URL in `Location`, or follow its `/events`."""
+    """Create a job.
+
+    Poll the URL in `Location`, or follow its `/events`. With an `Idempotency-Key` the request may be repeated.
+    """
     job, new = service.create(context, body, idempotency_key)
     response.status_code = 202 if new else 200
     response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -52,7 +55,10 @@ def get_job(context: ContextDep, job: str) -> Job:
 
 @router.post("/{job}/cancel", status_code=202, responses=problems(404, 409))
 def cancel_job(context: ContextDep, job: str) -> Job:
-    """Cancel a job. Shards that are committed stay."""
+    """Cancel a job.
+
+    Shards that are committed stay.
+    """
     return service.cancel(context, job)
 
 
@@ -70,7 +76,10 @@ def delete_job(context: ContextDep, job: str) -> None:
 
 @router.get("/{job}/errors", responses=problems(404, 422))
 def list_job_errors(context: ContextDep, job: str, limit: Limit = 100, after: AfterNumber = None) -> Page[RowProblem]:
-    """List the rows that have no hidden states, by row: refused on upload, when planning, or when extracting."""
+    """List the rows that have no hidden states, by row.
+
+    They were refused on upload, when planning, or when extracting.
+    """
     with context.database.read() as session:
         row = repository.get(session, job)
         if row is None:
@@ -88,7 +97,10 @@ def list_job_errors(context: ContextDep, job: str, limit: Limit = 100, after: Af
     },
 )
 def follow_job(context: ContextDep, job: str, last_event_id: LastEventId = None) -> StreamingResponse:
-    """Follow a job: its document on every change, as server-sent events, until it is over."""
+    """Follow a job by server-sent events.
+
+    Its document comes on every change, until the job is over. `Last-Event-ID` leaves out what was seen.
+    """
 
     def read() -> Job | None:
         try:

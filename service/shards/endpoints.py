@@ -33,7 +33,10 @@ _DOWNLOAD: dict[int | str, dict[str, Any]] = {
 
 @router.get("/shards", responses=problems(404, 422))
 def list_shards(context: ContextDep, job: str, limit: Limit = 100, after: AfterNumber = None) -> Page[ShardView]:
-    """List the committed shards, by index. `after` is an index."""
+    """List the committed shards, by index.
+
+    `after` is an index.
+    """
     with context.database.read() as session:
         if jobs.get(session, job) is None:
             raise NotFoundError("job", job)
@@ -59,7 +62,10 @@ def download_shard(request: Request, context: ContextDep, job: str, index: Index
 @router.head("/manifest", response_class=Response, responses={200: {"model": Manifest}, **problems(404, 422)})
 @router.get("/manifest", response_class=Response, responses={200: {"model": Manifest}, **problems(404, 422)})
 def get_manifest(request: Request, context: ContextDep, job: str) -> Response:
-    """Download the manifest; it is there once the job is over."""
+    """Download the manifest.
+
+    It is there once the job is over; `complete` is false where the job failed or was cancelled.
+    """
     with context.database.read() as session:
         if jobs.get(session, job) is None:
             raise NotFoundError("job", job)

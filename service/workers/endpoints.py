@@ -16,7 +16,10 @@ models_router = APIRouter(prefix="/v1/models", tags=["models"])
 
 @router.post("", status_code=201, responses=problems(409, 422))
 def register_worker(body: WorkerRegister, response: Response, context: ContextDep) -> Worker:
-    """Register a worker and the models it can serve. May be repeated."""
+    """Register a worker and the models it can serve.
+
+    May be repeated.
+    """
     response.headers["Location"] = "/v1/workers"
     return service.register(context, body)
 
@@ -38,7 +41,10 @@ def control_worker(worker: str, body: ControlRequest, context: ContextDep) -> Co
 
 @router.post("/{worker}/goodbye", responses=problems(404, 422))
 def end_worker(worker: str, body: Goodbye, context: ContextDep) -> Worker:
-    """Say that the worker ends. Its leases are released."""
+    """Say that the worker ends.
+
+    Its leases are released.
+    """
     return service.goodbye(context, worker)
 
 
