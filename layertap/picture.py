@@ -27,15 +27,15 @@ def draw(summary: Summary, manifest: Manifest, path: Path) -> None:
         ) from None
     if not summary.rows:
         raise LayertapError("this job has no rows, so there is nothing to draw")
-    figure = Figure(figsize=(12, 5.2), dpi=150, facecolor="white")
+    figure = Figure(figsize=(12, 5.6), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     norms, lengths = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.15, 1], "wspace": 0.2})
-    figure.subplots_adjust(left=0.07, right=0.975, top=0.76, bottom=0.13)
+    figure.subplots_adjust(left=0.07, right=0.975, top=0.73, bottom=0.12)
     model = Path(manifest.model).name
-    figure.text(0.07, 0.93, model, fontsize=17, fontweight="bold", color=INK)
+    figure.text(0.07, 0.935, model, fontsize=17, fontweight="bold", color=INK)
     state = "" if manifest.complete else "  ·  partial: the job did not succeed"
     subtitle = f"{manifest.job}  ·  {summary.rows:,} rows  ·  {summary.tokens:,} tokens{state}"
-    figure.text(0.07, 0.875, subtitle, fontsize=10.5, color=MUTED)
+    figure.text(0.07, 0.885, subtitle, fontsize=10.5, color=MUTED)
     _draw_norms(norms, summary)
     _draw_lengths(lengths, summary)
     try:
@@ -49,13 +49,15 @@ def _style(axes: Any, title: str, note: str) -> None:
     axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=9, color=MUTED)
     axes.grid(axis="y", color=GRID, linewidth=0.9)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=9, length=0)
+    axes.tick_params(which="both", colors=MUTED, labelsize=9, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
 
 
 def _draw_norms(axes: Any, summary: Summary) -> None:
+    from matplotlib.ticker import NullFormatter
+
     norms = [n for n in summary.norms if np.isfinite(n.mean)]
     if summary.sampled_tokens == summary.tokens:
         sample = f"all {summary.tokens:,} tokens"
@@ -78,31 +80,37 @@ def _draw_norms(axes: Any, summary: Summary) -> None:
     largest = max((n.maximum for n in norms), default=1.0)
     if smallest > 0 and largest / smallest > 20:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_plain_numbers())
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, largest * 1.08)
     step = max(1, len(norms) // 16)
-    ticks = [i for i in range(len(norms)) if i % step == 0 or norms[i].place == "final"]
+    last = len(norms) - 1
+    ticks = [i for i in range(len(norms)) if i == last or (i % step == 0 and last - i >= 0.8 * step)]
     axes.set_xticks(ticks, [norms[i].place for i in ticks])
     axes.set_xlim(-0.6, max(0.6, len(norms) - 0.4))
     axes.set_xlabel("boundary   (dot: mean, band: 5–95 %, line: min–max)", fontsize=9, color=MUTED)
     broken = sum(n.non_finite for n in summary.norms)
     if broken:
         axes.text(
-            0.99, 0.97, f"{broken:,} non-finite values", transform=axes.transAxes, ha="right", va="top", color=CORAL
+            0.99, 0.03, f"{broken:,} non-finite values", transform=axes.transAxes, ha="right", va="bottom", color=CORAL
         )
 
 
 def _draw_lengths(axes: Any, summary: Summary) -> None:
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
     values = np.asarray(summary.lengths)
     share = 100 * summary.supervised_tokens / max(1, summary.tokens)
-    _style(axes, "Tokens a row", f"{share:.0f} % of all tokens are supervised")
+    _style(axes, "Tokens per row", f"{share:.0f} % of all tokens are supervised")
     wide = values.max() / max(1, values.min()) > 20
     if wide:
         edges = np.unique(np.geomspace(values.min(), values.max() + 1, 25).round())
         axes.set_xscale("log")
     else:
         edges = np.linspace(values.min(), values.max() + 1, 25)
-    axes.hist(values, bins=edges, color=SAND, edgecolor="white", linewidth=0.8)
+    counts, _, _ = axes.hist(values, bins=edges, color=SAND, edgecolor="white", linewidth=0.8)
+    axes.set_ylim(0, 1.15 * counts.max())
     median = float(np.median(values))
     axes.axvline(median, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     axes.annotate(
@@ -115,10 +123,14 @@ def _draw_lengths(axes: Any, summary: Summary) -> None:
         color=INK,
         va="top",
     )
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
-
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(_plain_numbers())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("tokens" + (" (log scale)" if wide else ""), fontsize=9, color=MUTED)
     axes.set_ylabel("rows", fontsize=9, color=MUTED)
+
+
+def _plain_numbers() -> Any:
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda value, _: f"{value:,.10g}")

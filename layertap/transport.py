@@ -31,7 +31,7 @@ class Transport:
         self.url = (url or os.environ.get("LAYERTAP_URL") or DEFAULT_URL).rstrip("/")
         try:
             parsed = httpx.URL(self.url)
-        except httpx.InvalidURL as e:
+        except (httpx.InvalidURL, ValueError) as e:
             raise ConnectionFailedError(f"{self.url!r} is no URL ({e}); use http://HOST:PORT") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConnectionFailedError(f"{self.url!r} is no http URL; use http://HOST:PORT")

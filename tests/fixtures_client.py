@@ -135,6 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: "FaultyServer"  # type: ignore[assignment]
 
     def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", "0")))
         self.server.requests.append((self.path, dict(self.headers)))
         body = self.server.bodies.get(self.path.partition("?")[0])
         if body is None:

@@ -117,7 +117,7 @@ def _print_facts(manifest: Manifest, summary: Summary) -> None:
     share = f"{100 * summary.supervised_tokens / summary.tokens:.1f} %" if summary.tokens else "–"
     table.add_row("supervised", f"{summary.supervised_tokens:,} tokens, {share}")
     lengths = "  ".join(f"{name} {value:,}" for name, value in summary.length_quantiles().items())
-    table.add_row("tokens a row", lengths or "–")
+    table.add_row("tokens per row", lengths or "–")
     out.print(table)
     out.print()
 
