@@ -86,15 +86,22 @@ def wait_until_up(up: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     raise SystemExit(f"layertap up did not come up:\n{log.read_text(errors='replace')[-3000:]}")
 
 
+shown: list[str] = []
+
+
 def show(job: Job) -> None:
-    """One line of progress; on a terminal it stays on its line."""
+    """One line of progress; on a terminal it stays on its line, elsewhere it is printed when there is news."""
     p = job.progress
     total = p.tokens_total or 0
     share = p.tokens_done / total if total else 0.0
     bar = "█" * round(30 * share) + "░" * (30 - round(30 * share))
     rate = f"{p.tokens_per_second:,.0f} tokens/s" if p.tokens_per_second else ""
-    line = f"    {job.state.value:<10} {bar} {p.rows_done}/{p.rows_total or '?'} rows, {p.tokens_done:,} tokens  {rate}"
-    print(f"\r{line:<110}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+    line = f"    {job.state.value:<10} {bar} {p.rows_done}/{p.rows_total or '?'} rows, {p.tokens_done:,} tokens"
+    if sys.stdout.isatty():
+        print(f"\r{line}  {rate:<24}", end="", flush=True)
+    elif [line] != shown:
+        shown[:] = [line]
+        say(f"{line}  {rate}")
 
 
 def upload(client: layertap.Client) -> Dataset:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_CPU_CHUNK, _GPU_CHUNK = 2048, 8192
+_CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 _CPU_CACHE_TOKENS = 32768
 _WATCHDOG_SECONDS = 3600
 """SGLang's own watchdog, set on purpose far longer than ours: it kills without keeping evidence."""
