@@ -1,0 +1,107 @@
+"""A probe: a few rows through the engine and their states read back, without service, lease or shard.
+
+The checks at the start of an engine use it, and so do tests that hold a GPU's values against a reference.
+"""
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from layertap.layout import ShardLayout
+from worker.capture.rid import Rid, mask
+from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
+from worker.engine.client import EngineDownError, EngineRefusedError
+from worker.engine.engine import Engine
+
+_WRITE_TIMEOUT_S = 60.0
+_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+
+States = npt.NDArray[np.generic]
+
+
+class ProbeError(Exception):
+    """The engine or the capture did not deliver; the message says which and how."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One row's states in the model's dtype: `hidden_states` [S, K, H], `final_hidden_state` [S, H]."""
+
+    hidden_states: States
+    final_hidden_state: States
+    nonfinite: int
+
+
+async def probe(engine: Engine, rows: Sequence[npt.NDArray[np.int32]], boundaries: Sequence[int]) -> list[Probed]:
+    """Prefills rows [S_i] in one list and returns their states at `boundaries`. Raises `ProbeError`."""
+    report = engine.reports[0]
+    layout = ShardLayout.of([len(row) for row in rows], boundaries, report.hidden_size, report.dtype, True)
+    rid = Rid(mask(list(boundaries)), True, f"probe_{secrets.token_hex(6)}", 1, 0, 0)
+    ledger = Ledger.create(sessions_dir(engine.directory) / f"{rid.session}.ledger", layout.lengths)
+    file = engine.directory / f"{rid.session}.bin"
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, layout.nbytes)
+        publish(engine.directory, rid.session, _session(str(file), ledger, layout))
+        await _prefill(engine, rid, rows, ledger)
+        return _read(fd, layout, ledger)
+    finally:
+        ledger.close_session()
+        withdraw(engine.directory, rid.session)
+        os.close(fd)
+        file.unlink()
+
+
+async def _prefill(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32]], ledger: Ledger) -> None:
+    rids = [f"{rid.lease_prefix}{index}.0." for index in range(len(rows))]
+    try:
+        outcomes = await engine.client.prefill(rids, list(rows))
+    except (EngineDownError, EngineRefusedError) as error:
+        raise ProbeError(f"the engine could not prefill {len(rows)} rows: {error}") from error
+    aborted = [outcome for outcome in outcomes if outcome is not None]
+    if aborted:
+        raise ProbeError(f"the engine aborted {len(aborted)} of {len(rows)} rows: {aborted[0]}")
+    deadline = time.monotonic() + _WRITE_TIMEOUT_S
+    while ledger.progress()[0] < len(rows):
+        if ledger.errno or time.monotonic() > deadline:
+            whole, tokens = ledger.progress()
+            raise ProbeError(
+                f"the capture wrote {whole} of {len(rows)} rows, {tokens} of {ledger.lengths.sum()} tokens"
+                f" (errno {ledger.errno})"
+            )
+        await asyncio.sleep(0.005)
+
+
+def _session(file: str, ledger: Ledger, layout: ShardLayout) -> Session:
+    return Session(
+        file=file,
+        ledger=str(ledger.path),
+        hidden_start=layout.tensors["hidden_states"].start,
+        hidden_token_bytes=layout.hidden_token_bytes,
+        final_start=layout.tensors["final_hidden_state"].start,
+        final_token_bytes=layout.final_token_bytes,
+    )
+
+
+def _read(fd: int, layout: ShardLayout, ledger: Ledger) -> list[Probed]:
+    whole = {}
+    for name in ("hidden_states", "final_hidden_state"):
+        place = layout.tensors[name]
+        data = os.pread(fd, place.nbytes, place.start)
+        whole[name] = np.frombuffer(data, _DTYPES[place.dtype]).reshape(place.shape)
+    ends = layout.offsets
+    return [
+        Probed(
+            whole["hidden_states"][ends[i] : ends[i + 1]],
+            whole["final_hidden_state"][ends[i] : ends[i + 1]],
+            int(ledger.nonfinite[i]),
+        )
+        for i in range(len(layout.lengths))
+    ]
