@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             timeout_keep_alive=settings.keep_alive_seconds,
             timeout_graceful_shutdown=settings.stop_seconds,
         )
+        # uvicorn raises the signal that stopped it once more at its end; by then all is done.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(0))
         Server(config, context).run(sockets=[listening])
     return 0
 

@@ -26,7 +26,8 @@ Name = Annotated[str, Query(min_length=1, max_length=200, description="A name fo
 async def upload_dataset(request: Request, response: Response, context: ContextDep, name: Name = "dataset") -> Dataset:
     """Upload a data set.
 
-    The JSONL file is the body. Every line is checked on arrival; lines that can't be used are listed at `/v1/datasets/{dataset}/errors`.
+    The JSONL file is the body. Every line is checked on arrival; lines that can't be used are listed at
+    `/v1/datasets/{dataset}/errors`.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
