@@ -104,6 +104,7 @@ class EngineHost:
         settings = self._settings
         return EngineSpec(
             model_path=facts.path,
+            dtype=facts.pins.dtype,
             device=self._device,
             tensor_parallel=settings.tensor_parallel,
             chunked_prefill_size=settings.chunked_prefill_size,

@@ -13,15 +13,17 @@ from pathlib import Path
 
 _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 _CPU_CACHE_TOKENS = 32768
+_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _WATCHDOG_SECONDS = 3600
 """SGLang's own watchdog, set on purpose far longer than ours: it kills without keeping evidence."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is to be. Two equal specs mean that a running engine can be kept."""
+    """What one engine is to be; `dtype` is the safetensors name of the dtype that the job was planned with."""
 
     model_path: str
+    dtype: str
     device: str
     tensor_parallel: int
     chunked_prefill_size: int
@@ -55,6 +57,7 @@ def command(spec: EngineSpec, port: int, api_key: str) -> list[str]:
         "--port": str(port),
         "--api-key": api_key,
         "--device": spec.device,
+        "--dtype": _DTYPE_NAMES[spec.dtype],
         "--tp-size": str(spec.tensor_parallel),
         "--chunked-prefill-size": str(chunk_tokens(spec.chunked_prefill_size, spec.device)),
         "--watchdog-timeout": str(_WATCHDOG_SECONDS),

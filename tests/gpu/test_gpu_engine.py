@@ -1,0 +1,108 @@
+"""What is true only of a GPU: right values through CUDA kernels and streams, and memory given back. Needs an NVIDIA GPU.
+
+`LAYERTAP_TEST_ENGINE_ARGS` adds server arguments, for machines whose SGLang lacks a backend.
+"""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_models import MODELS, VOCAB, make
+from reference import relative_error, states
+
+from worker.engine.engine import Engine
+from worker.engine.probe import Probed, probe
+from worker.engine.spec import EngineSpec
+from worker.models import engine_version
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [1, 17, 700, 33, 1500, 256, 4000]
+WITHIN = 0.02
+
+
+def spec_of(model: Path, chunk: int, tensor_parallel: int = 1) -> EngineSpec:
+    return EngineSpec(
+        model_path=str(model),
+        device="cuda",
+        tensor_parallel=tensor_parallel,
+        chunked_prefill_size=chunk,
+        max_total_tokens=32768,
+        extra_args=("--mem-fraction-static=0.3", *os.environ.get("LAYERTAP_TEST_ENGINE_ARGS", "").split()),
+        pool_bytes=1 << 30,
+        engine_version=engine_version(),
+    )
+
+
+def rows() -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, VOCAB, n).astype(np.int32) for n in LENGTHS]
+
+
+async def probed(spec: EngineSpec, directory: Path, boundaries: list[int]) -> tuple[list[Probed], list[list[Probed]]]:
+    engine = Engine(spec, directory, prefill_timeout=300)
+    await engine.launch(timeout=400)
+    try:
+        together = await probe(engine, rows(), boundaries)
+        alone = [await probe(engine, [row], boundaries) for row in rows()[:4]]
+    finally:
+        await engine.stop()
+    return together, alone
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_states_match_hugging_face_in_float32(name: str, tmp_path: Path) -> None:
+    model = make(name, tmp_path / name)
+    depth = {"llama": 10, "qwen3-moe": 8, "deepseek-v3": 6}[name]
+    boundaries = list(range(depth + 1))
+    together, alone = asyncio.run(probed(spec_of(model, 2048), tmp_path / "engine", boundaries))
+    worst: dict[object, float] = {}
+    for row, found in zip(rows(), together, strict=True):
+        right = states(model, row.tolist(), boundaries)
+        assert found.nonfinite == 0
+        for k in boundaries:
+            error = relative_error(found.hidden_states[:, k], right.boundaries[k])
+            worst[k] = max(worst.get(k, 0.0), error)
+        worst["final"] = max(worst.get("final", 0.0), relative_error(found.final_hidden_state, right.final))
+    variance = max(
+        relative_error(one[0].hidden_states.astype(np.float32), many.hidden_states.astype(np.float32))
+        for one, many in zip(alone, together, strict=False)
+    )
+    print(
+        f"\n{name}: worst { ({k: round(100 * e, 2) for k, e in worst.items()}) } %, batch variance {100 * variance:.3f} %"
+    )
+    assert max(worst.values()) < WITHIN
+    assert variance < WITHIN / 2
+
+
+def used_bytes() -> int:
+    """Bytes in use on the first GPU, whoever uses them."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def test_a_stopped_engine_gives_its_gpu_memory_back(tmp_path: Path) -> None:
+    model = make("llama", tmp_path / "llama")
+    before = used_bytes()
+
+    async def serve_and_stop() -> tuple[int, float]:
+        engine = Engine(spec_of(model, 2048), tmp_path / "engine", prefill_timeout=300)
+        await engine.launch(timeout=400)
+        serving = used_bytes()
+        began = time.monotonic()
+        await engine.stop()
+        return serving, time.monotonic() - began
+
+    serving, seconds = asyncio.run(serve_and_stop())
+    after = used_bytes()
+    print(f"\nMiB before {before >> 20}, serving {serving >> 20}, after {after >> 20}; stopped in {seconds:.1f} s")
+    assert serving > before + (1 << 30)
+    assert after <= before + (64 << 20)
