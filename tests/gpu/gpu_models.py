@@ -1,4 +1,4 @@
-"""Random models with real shapes of attention, made where the test runs; bf16 safetensors folders without a tokenizer."""
+"""Random models with real shapes of attention, made where the test runs: bf16 folders without a tokenizer."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""What is true only of a GPU: right values through CUDA kernels and streams, and memory given back. Needs an NVIDIA GPU.
+"""What is true only of a GPU: right values through CUDA kernels and streams, and memory given back.
+
+Needs an NVIDIA GPU.
 
 `LAYERTAP_TEST_ENGINE_ARGS` adds server arguments, for machines whose SGLang lacks a backend.
 """
@@ -71,9 +73,8 @@ def test_states_match_hugging_face_in_float32(name: str, tmp_path: Path) -> None
         relative_error(one[0].hidden_states.astype(np.float32), many.hidden_states.astype(np.float32))
         for one, many in zip(alone, together, strict=False)
     )
-    print(
-        f"\n{name}: worst { ({k: round(100 * e, 2) for k, e in worst.items()}) } %, batch variance {100 * variance:.3f} %"
-    )
+    listed = ", ".join(f"{k}: {100 * error:.2f} %" for k, error in worst.items())
+    print(f"{name}: worst {listed}; batch variance {100 * variance:.3f} %")
     assert max(worst.values()) < WITHIN
     assert variance < WITHIN / 2
 
@@ -103,6 +104,6 @@ def test_a_stopped_engine_gives_its_gpu_memory_back(tmp_path: Path) -> None:
 
     serving, seconds = asyncio.run(serve_and_stop())
     after = used_bytes()
-    print(f"\nMiB before {before >> 20}, serving {serving >> 20}, after {after >> 20}; stopped in {seconds:.1f} s")
+    print(f"MiB before {before >> 20}, serving {serving >> 20}, after {after >> 20}; stopped in {seconds:.1f} s")
     assert serving > before + (1 << 30)
     assert after <= before + (64 << 20)

@@ -25,6 +25,8 @@ async def check(engine: Engine, facts: ModelFacts) -> None:
             f"config.json says {facts.num_layers} blocks of hidden size {facts.hidden_size}, "
             f"the engine has {report.num_layers} of {report.hidden_size}"
         )
+    if report.dtype != facts.pins.dtype:
+        raise CanaryError(f"the job was planned for {facts.pins.dtype}, the engine computes in {report.dtype}")
     tokens = min(_TOKENS, facts.max_row_tokens)
     row = (np.arange(tokens, dtype=np.int64) * 7919 % max(2, facts.vocab_size - 1)).astype(np.int32)
     boundaries = sorted({0, facts.num_layers // 2, facts.num_layers})
