@@ -74,8 +74,10 @@ class EngineClient:
             server_args={name: answer[name] for name in _REPORTED_ARGS if name in answer},
         )
 
-    async def prefill(self, rids: list[str], rows: list[npt.NDArray[np.int32]]) -> list[str | None]:
+    async def prefill(self, rids: list[str], rows: list[npt.NDArray[np.int32]], **options: object) -> list[str | None]:
         """Prefills rows [S_i] of token ids. For each: None, or why the engine aborted it.
+
+        `options` are further fields of SGLang's request.
 
         Raises `EngineRefusedError` when it takes none of them, `EngineDownError` when it gave no answer.
         """
@@ -83,6 +85,7 @@ class EngineClient:
             "rid": rids,
             "input_ids": [row.tolist() for row in rows],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            **options,
         }
         try:
             response = await self._http.post("/generate", json=body)

@@ -1,0 +1,54 @@
+"""What people write first, for comparison: an SGLang plugin that calls `torch.save` in the forward.
+
+Registered through an entry point that the benchmark makes for the time of one engine.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+ENTRY_POINT = "layertap_bench_naive"
+
+
+def install(site: Path) -> None:
+    """Makes a distribution in `site` whose entry point is this module's `register`."""
+    info = site / "layertap_bench_naive-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layertap-bench-naive\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{ENTRY_POINT} = benchmarks.h200.naive:register\n")
+
+
+def register() -> None:
+    """Entry point: hooks the blocks before boundaries 2, L/2 and L − 3, and saves at the end of each forward."""
+    if not os.environ.get("LAYERTAP_BENCH_NAIVE_DIR"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _attach, HookType.AFTER)
+
+
+def _attach(result: object, runner: Any, *args: object, **kwargs: object) -> None:
+    import torch
+
+    folder = Path(os.environ["LAYERTAP_BENCH_NAIVE_DIR"])
+    inner = runner.model.model
+    depth = len(inner.layers)
+    states: dict[object, Any] = {}
+    count = 0
+
+    def at_entry(k: int) -> Any:
+        def hook(module: Any, inputs: Any) -> None:
+            hidden, residual = inputs[1], inputs[3]
+            states[k] = hidden if residual is None else hidden + residual
+
+        return hook
+
+    def at_end(module: Any, inputs: Any, output: Any) -> None:
+        nonlocal count
+        states["final"] = output
+        torch.save({name: value.cpu() for name, value in states.items()}, folder / f"{count % 4}.pt")
+        count += 1
+
+    for k in (2, depth // 2, depth - 3):
+        inner.layers[k].register_forward_pre_hook(at_entry(k))
+    inner.register_forward_hook(at_end)
