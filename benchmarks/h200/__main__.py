@@ -100,7 +100,7 @@ async def once(
     engine: Engine, budget: InFlight, rows: list[Any], layers: list[int], storage: Path
 ) -> tuple[float, int]:
     """One extraction into an empty storage, which is emptied again."""
-    storage.mkdir(parents=True)
+    os.makedirs(storage)
     try:
         return await extract(engine, budget, rows, layers, storage)
     finally:
@@ -111,7 +111,7 @@ async def measure_others(shape: str, work: Path, extra: list[str], out: Results)
     """`torch.save` in the forward, and SGLang's own `return_hidden_states` (last layer only)."""
     site, saved = work / "site", work / "saved"
     naive.install(site)
-    saved.mkdir(exist_ok=True)
+    os.makedirs(saved, exist_ok=True)
     added = {
         "LAYERTAP_BENCH_NAIVE_DIR": str(saved),
         "SGLANG_PLUGINS": naive.ENTRY_POINT,

@@ -1,4 +1,4 @@
-"""The worker's own extraction without a service: the same engine, prefill, layout, capture and seal, leases left out."""
+"""The worker's own extraction without a service: the same prefill, layout, capture and seal, without leases."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Model shapes and row mixes of the GPU benchmark. Weights are random (`--load-format dummy`): only shapes cost time."""
+"""Model shapes and row mixes of the GPU benchmark. Weights are random: only shapes cost time."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def write(shape: str, folder: Path) -> Path:
 
 
 def lengths(mix: str, tokens: int) -> list[int]:
-    """Row lengths that make up about `tokens` tokens: all of one length, or log-normal as ShareGPT conversations are."""
+    """Row lengths that make up about `tokens` tokens: all of one length, or log-normal like ShareGPT."""
     if mix != "sharegpt":
         return [int(mix)] * max(1, tokens // int(mix))
     generator = np.random.default_rng(0)
