@@ -40,7 +40,8 @@ def pull(
         print_json(asdict(report))
         return
     skipped = f" ({report.skipped_shards:,} were there)" if report.skipped_shards else ""
-    what = f"{report.rows:,} rows, {report.tokens:,} tokens in {report.shards:,} shards{skipped}"
+    what = f"{text.counted(report.rows, 'row')}, {report.tokens:,} tokens"
+    what += f" in {text.counted(report.shards, 'shard')}{skipped}"
     out.print(f"[green]verified[/] {what}, {text.size(report.bytes)} in {escape(str(directory))}", soft_wrap=True)
     if not report.complete:
         err.print(
@@ -60,7 +61,7 @@ def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
         print_json({"ok": True, "job": rows.manifest.job, "complete": rows.complete, "shards": shards, "bytes": total})
     else:
         out.print(
-            f"[green]verified[/] {shards:,} shards, {text.size(total)}"
+            f"[green]verified[/] {text.counted(shards, 'shard')}, {text.size(total)}"
             + ("" if rows.complete else "; the job is partial")
         )
 

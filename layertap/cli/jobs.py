@@ -168,9 +168,9 @@ def _upload(client: Client, path: Path, name: str | None) -> str:
         raise LayertapError(f"{path} is no file; name a JSONL file, or the id of a data set (ds_…)")
     with bytes_bar(f"uploading {path.name}", path.stat().st_size) as update:
         dataset = client.upload_dataset(path, name, update)
-    err.print(f"data set {dataset.id}: {dataset.rows:,} rows, {text.size(dataset.bytes)}", soft_wrap=True)
+    err.print(f"data set {dataset.id}: {text.counted(dataset.rows, 'row')}, {text.size(dataset.bytes)}", soft_wrap=True)
     if dataset.bad_rows:
-        err.print(f"[yellow]{dataset.bad_rows:,} bad lines will have no hidden states:[/]", soft_wrap=True)
+        err.print(f"[yellow]{text.counted(dataset.bad_rows, 'bad line')} without hidden states:[/]", soft_wrap=True)
         for problem in islice(client.errors(dataset.id), _SUBMIT_ERRORS_SHOWN):
             err.print(f"  line {problem.line}: {escape(problem.reason)}", soft_wrap=True)
         if dataset.bad_rows > _SUBMIT_ERRORS_SHOWN:
@@ -201,12 +201,15 @@ def _end(job: Job, quiet: bool) -> None:
     """The last words about an ended job, and the exit code."""
     if not quiet:
         p = job.progress
-        line = f"job [bold]{job.id}[/] {text.state(job.state)}: {p.rows_done:,} rows, {p.tokens_done:,} tokens"
-        out.print(line + f", {p.shards_done:,} shards", soft_wrap=True)
+    failed = f"  ({text.counted(p.row_errors, 'error')})" if p.row_errors else ""
+    table.add_row("rows", text.count(p.rows_done, p.rows_total) + failed)
+        out.print(line + f", {text.counted(p.shards_done, 'shard')}", soft_wrap=True)
         if job.failure is not None:
             err.print(f"[red]{escape(job.failure.code)}[/]: {escape(job.failure.reason)}", soft_wrap=True)
         if p.row_errors:
-            err.print(f"{p.row_errors:,} rows without hidden states: layertap errors {job.id}", soft_wrap=True)
+            err.print(
+                f"{text.counted(p.row_errors, 'row')} without hidden states: layertap errors {job.id}", soft_wrap=True
+            )
     raise typer.Exit(0 if job.state is JobState.SUCCEEDED else 1)
 
 
@@ -238,7 +241,8 @@ def _print_job(job: Job) -> None:
     table.add_row("final", job.final)
     table.add_row("data set", job.dataset)
     table.add_row(
-        "rows", text.count(p.rows_done, p.rows_total) + (f"  ({p.row_errors:,} errors)" if p.row_errors else "")
+        "rows",
+        text.count(p.rows_done, p.rows_total) + (f"  ({text.counted(p.row_errors, 'error')})" if p.row_errors else ""),
     )
     table.add_row("tokens", text.count(p.tokens_done, p.tokens_total))
     table.add_row("shards", text.count(p.shards_done, p.shards_total) + f"  ({text.size(p.bytes_total)})")

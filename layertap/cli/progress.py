@@ -13,6 +13,8 @@ from layertap.pull import PullProgress
 from layertap.schemas.jobs import Job, JobState
 
 _LINE_SECONDS = 2.0
+_QUIET_SECONDS = 30.0
+"""Seconds between lines where only the estimates have changed."""
 
 
 def show_job(updates: Iterable[Job]) -> Job:
@@ -42,13 +44,15 @@ def _job_bar(updates: Iterable[Job]) -> Job:
 
 
 def _job_lines(updates: Iterable[Job]) -> Job:
-    shown_state: JobState | None = None
+    shown: tuple[JobState, int, int] | None = None
     shown_at = float("-inf")
     for job in updates:
         now = time.monotonic()
-        if job.state != shown_state or now - shown_at >= _LINE_SECONDS:
+        news = (job.state, job.progress.rows_done, job.progress.tokens_done)
+        quiet = _QUIET_SECONDS if news == shown else _LINE_SECONDS
+        if shown is None or job.state != shown[0] or now - shown_at >= quiet:
             err.print(f"{job.id} {job.state}  {_figures(job)}", markup=False, soft_wrap=True)
-            shown_state, shown_at = job.state, now
+            shown, shown_at = news, now
     return job
 
 
@@ -62,7 +66,7 @@ def _figures(job: Job) -> str:
     if p.eta_seconds is not None and not job.state.terminal:
         parts.append(f"ETA {text.duration(p.eta_seconds)}")
     if p.row_errors:
-        parts.append(f"{p.row_errors:,} row errors")
+        parts.append(text.counted(p.row_errors, "row error"))
     return "  ".join(parts)
 
 

@@ -53,6 +53,11 @@ def count(done: int | None, total: int | None = None) -> str:
     return f"{done:,}" if total is None else f"{done:,}/{total:,}"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 row, 12,345 rows."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def state(value: JobState) -> str:
     """The state with its colour, as rich markup."""
     return f"[{STATE_STYLES[value]}]{value}[/]"

@@ -25,7 +25,8 @@ HOST = "127.0.0.1"
 _TICK_SECONDS = 0.1
 _SERVICE_START_SECONDS = 120.0
 _WORKER_START_SECONDS = 600.0
-_WORKER_STOP_SECONDS = 30.0
+_WORKER_STOP_SECONDS = 70.0
+"""Longer than the 60 s that a worker gives itself for a graceful stop."""
 _SERVICE_STOP_SECONDS = 15.0
 
 
@@ -103,7 +104,7 @@ class _Stack:
 
 @app.command()
 def up(
-    model: Annotated[list[Path], typer.Option(metavar="DIR", help="Folder of a model to offer; repeatable.")],
+    model: Annotated[list[Path], typer.Option(metavar="DIR", help="Folder of a model, or of models; repeatable.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the service, on 127.0.0.1.")] = 8178,
     data_dir: Annotated[Path, typer.Option(metavar="DIR", help="Database, shards and logs.")] = Path(".layertap"),
     device: Annotated[Device | None, typer.Option(help="By default what the worker finds.")] = None,
@@ -111,8 +112,10 @@ def up(
 ) -> None:
     """Start a service and a worker here; Ctrl-C stops both."""
     for folder in model:
-        if not (folder / "config.json").is_file():
-            raise LayertapError(f"--model {folder} holds no config.json; name the folder of a Hugging Face model")
+        if not any(folder.glob("config.json")) and not any(folder.glob("*/config.json")):
+            raise LayertapError(
+                f"--model {folder} holds no config.json; name the folder of a Hugging Face model, or a folder of such"
+            )
     service, worker = command("service"), command("worker")
     _check_port(port)
     root = data_dir.absolute()

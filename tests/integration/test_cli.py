@@ -63,7 +63,7 @@ def _json(result: Result) -> Any:
 def test_the_examples_have_sixty_rows_and_exactly_one_bad_one(run: Run, played_worker: PlayedWorker) -> None:
     result = run("submit", EXAMPLES, "--model", "tiny", "--preset", "eagle3")
     assert "59 rows" in result.stderr
-    assert "1 bad lines" in result.stderr
+    assert "1 bad line without" in result.stderr
     assert "narrator" in result.stderr
     assert "boundaries [2, 4, 5] of tiny" in result.stdout
 
@@ -85,9 +85,9 @@ def test_submit_with_watch_waits_for_the_end(
     work = background.submit(played_worker.do_job, [[3, 4, 5, 6, 7]])
     result = run("submit", rows_file, "--model", "tiny", "--layers", "2", "--watch")
     work.result()
-    assert "succeeded: 5 rows, 25 tokens, 1 shards" in result.stdout
+    assert "succeeded: 5 rows, 25 tokens, 1 shard" in result.stdout
     assert "5/5 rows" in result.stderr
-    assert "1 rows without hidden states" in result.stderr
+    assert "1 row without hidden states" in result.stderr
 
 
 def test_watch_exits_with_one_for_a_failed_job(run: Run, played_worker: PlayedWorker, rows_file: Path) -> None:
@@ -166,7 +166,7 @@ def test_status_lists_and_details_jobs(run: Run, done_job: str) -> None:
     assert _json(run("status", "--state", "queued", "--json")) == []
     detail = run("status", done_job).stdout
     assert "2/2" in detail
-    assert "1 errors" in detail
+    assert "1 error" in detail
 
 
 def test_errors_lists_bad_lines_of_jobs_and_data_sets(run: Run, done_job: str) -> None:
