@@ -75,7 +75,9 @@ def create_app(context: Context | None = None, *, upkeep: bool = True) -> FastAP
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: f"{route.name}_head" if "HEAD" in route.methods else route.name,
+        generate_unique_id_function=lambda route: (
+            f"{route.name}_head" if "HEAD" in (route.methods or ()) else route.name
+        ),
     )
     problems.install(app)
     for router in (

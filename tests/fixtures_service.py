@@ -358,16 +358,25 @@ class Process:
         return next((line for line in self.log().splitlines() if "listening on" in line), None)
 
 
-@pytest.fixture
-def start_service(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """Starts service processes over one storage, and ends those still running."""
+@contextmanager
+def service_processes(folder: Path) -> Iterator[Callable[..., Process]]:
+    """Starts service processes over one storage below `folder`, and ends those still running."""
     started: list[Process] = []
 
     def start(database_url: str, **env: str) -> Process:
-        started.append(Process(database_url, tmp_path, **env))
+        started.append(Process(database_url, folder, **env))
         return started[-1]
 
-    yield start
-    for process in started:
-        if process.process.poll() is None:
-            process.kill()
+    try:
+        yield start
+    finally:
+        for process in started:
+            if process.process.poll() is None:
+                process.kill()
+
+
+@pytest.fixture
+def start_service(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Starts service processes over one storage."""
+    with service_processes(tmp_path) as start:
+        yield start

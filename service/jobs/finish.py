@@ -3,6 +3,8 @@
 Any replica may do it and may be killed doing it: until the state is terminal, the next one does all of it again.
 """
 
+import logging
+
 from layertap import boundaries
 from layertap.schemas.jobs import JobState
 from layertap.schemas.shards import Manifest, ManifestShard
@@ -14,6 +16,7 @@ from service.jobs import progression, repository
 from service.tasks import repository as tasks
 
 _PER_ROUND = 100
+_log = logging.getLogger(__name__)
 
 
 def finish_jobs(context: Context) -> int:
@@ -21,7 +24,10 @@ def finish_jobs(context: Context) -> int:
     with context.database.read() as session:
         waiting = repository.finishable(session, _PER_ROUND)
     for job in waiting:
-        finish(context, job)
+        try:
+            finish(context, job)
+        except Exception:  # noqa: BLE001 (one job that can't be finished must not keep others from it)
+            _log.exception("job %s could not be finished; the next round tries again", job)
     return len(waiting)
 
 

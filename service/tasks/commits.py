@@ -62,7 +62,8 @@ def commit_shard(context: Context, task: str, body: ShardCommit) -> TaskAck:
                 return TaskAck(task=task, state=TaskState.DONE.value)
             raise LeaseLostError(task, body.generation)
         _count_shard(session, job, row, body)
-    context.wake.set()
+    if job.tasks_open == 0:
+        context.wake.set()
     return TaskAck(task=task, state=TaskState.DONE.value)
 
 
@@ -126,7 +127,8 @@ def commit_plan(context: Context, task: str, body: PlanCommit) -> TaskAck:
         if state is TaskState.DONE:
             _run(session, job, row, body)
         progression.tasks_ended(job, 1)
-    context.wake.set()
+    if job.tasks_open == 0:
+        context.wake.set()
     return TaskAck(task=task, state=state.value)
 
 

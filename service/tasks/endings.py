@@ -68,7 +68,8 @@ def _expire(context: Context, task: str) -> bool:
         if not repository.expire(session, clock, task, row.generation, after, ("lease_expired", reason)):
             return False
         _settle(session, row, job, after)
-    context.wake.set()
+    if job.tasks_open == 0:
+        context.wake.set()
     return True
 
 
@@ -88,7 +89,8 @@ def _end(
         if not repository.end(session, task, held, after, failure):
             raise LeaseLostError(task, held.generation)
         _settle(session, row, job, after)
-    context.wake.set()
+    if job.tasks_open == 0:
+        context.wake.set()
     return TaskAck(task=task, state=after.state.value)
 
 

@@ -15,6 +15,7 @@ from service.ids import new_secret
 from service.leases import Next, TaskState
 
 _INSERT_BATCH = 1000
+_MAX_TEXT = 200
 
 
 def get(session: Session, task: str) -> Task | None:
@@ -116,7 +117,7 @@ def renew(session: Session, clock: Clock, task: str, beat: Heartbeat, seconds: f
         "deadline": clock.now() + seconds,
         "rows_done": max(0, beat.rows_done),
         "tokens_done": max(0, beat.tokens_done),
-        "phase": beat.phase,
+        "phase": beat.phase[:_MAX_TEXT],
     }
     return _change(session, task, beat, values)
 

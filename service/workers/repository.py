@@ -11,6 +11,7 @@ from service.db.clock import Clock, utc_now
 from service.db.models import Job, Model, Task, Worker, WorkerModel
 from service.leases import TaskState
 
+_MAX_TEXT = 200
 _PRESENT = [WorkerState.ACTIVE.value, WorkerState.DRAINING.value, WorkerState.LOST.value]
 
 
@@ -56,7 +57,7 @@ def touch(
         .values(
             state=state.value,
             loaded_model=loaded,
-            status=status,
+            status=status[:_MAX_TEXT],
             seen_at=utc_now(),
             seen_deadline=clock.now() + seconds,
         )

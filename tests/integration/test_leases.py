@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from fixtures_service import LEASE_SECONDS, PINS, Clock, Rig, proof, wait_until
 
+from service.leases import Next, TaskState
+from service.tasks import repository
+
 VERBS: dict[str, dict[str, Any]] = {
     "heartbeat": {},
     "row-errors": {"errors": []},
@@ -97,7 +100,25 @@ def test_a_stale_generation_is_refused_whatever_it_asks(rig: Rig, clock: Clock, 
     assert (new["task"], new["generation"]) == (old["task"], old["generation"] + 1)
     rig.refused(f"/v1/tasks/{old['task']}/{verb}", {**proof(old), **VERBS[verb]}, "lease_lost")
     rig.refused(f"/v1/tasks/{old['task']}/{verb}", {**proof(new), "secret": old["secret"], **VERBS[verb]}, "lease_lost")
+    mixed = {**proof(new), "generation": old["generation"], **VERBS[verb]}
+    rig.refused(f"/v1/tasks/{old['task']}/{verb}", mixed, "lease_lost")
     rig.commit_shard(new)
+
+
+def test_an_expiry_that_comes_too_late_changes_nothing(rig: Rig, clock: Clock) -> None:
+    rig.planned(1)
+    lease = rig.lease()
+    clock.seconds += LEASE_SECONDS
+    with rig.context.database.read() as session:
+        (found,) = repository.expired(session, rig.context.database.clock, 10)
+    rig.post(f"/v1/tasks/{lease['task']}/heartbeat", proof(lease))
+    after = Next(TaskState.READY, 0, 1)
+    with rig.context.database.write() as session:
+        changed = repository.expire(
+            session, rig.context.database.clock, found, lease["generation"], after, ("lease_expired", "late")
+        )
+    assert not changed
+    rig.commit_shard(lease)
 
 
 def test_a_stale_plan_is_refused(rig: Rig, clock: Clock) -> None:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
-from fixtures_service import Process, Rig, wait_until
+from fixtures_service import Process, Rig, proof, service_processes, wait_until
 
 Start = Callable[..., Process]
 
@@ -69,7 +70,7 @@ def test_a_kill_between_the_last_commit_and_the_manifest_is_made_good(database_u
         blocked = service.storage / "jobs" / job / "manifest.json"
         (blocked / "x").mkdir(parents=True)
         rig.commit_shard(lease)
-        wait_until(lambda: "a round of upkeep failed" in service.log())
+        wait_until(lambda: "could not be finished" in service.log())
         assert rig.state(job)["state"] == "finalizing"
     service.kill()
     (blocked / "x").rmdir()
@@ -204,15 +205,17 @@ def test_a_connection_that_stalls_is_closed(stalling: Process, sent: bytes) -> N
     assert httpx.get(f"{stalling.url}/healthz").status_code == 200
 
 
-@pytest.fixture
-def stalling(tmp_path: Path, start_service: Start) -> Process:
+@pytest.fixture(scope="module")
+def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A service with short deadlines."""
-    return start_service(
-        f"sqlite:///{tmp_path}/layertap.sqlite3",
-        LAYERTAP_HEADER_SECONDS="0.5",
-        LAYERTAP_BODY_STALL_SECONDS="0.5",
-        LAYERTAP_KEEP_ALIVE_SECONDS="1",
-    )
+    folder = tmp_path_factory.mktemp("stalling")
+    with service_processes(folder) as start:
+        yield start(
+            f"sqlite:///{folder}/layertap.sqlite3",
+            LAYERTAP_HEADER_SECONDS="0.5",
+            LAYERTAP_BODY_STALL_SECONDS="0.5",
+            LAYERTAP_KEEP_ALIVE_SECONDS="1",
+        )
 
 
 def test_headers_that_trickle_do_not_move_their_deadline(stalling: Process) -> None:
@@ -245,3 +248,32 @@ def test_a_slow_answer_is_no_stall(stalling: Process) -> None:
             wait_until(lambda: time.monotonic() - started > 1.5)
             client.post(f"/v1/jobs/{job}/cancel")
             assert any('"state":"cancelled"' in line for line in lines)
+
+
+def test_a_1_gb_shard_is_sent_in_constant_memory_and_resumed(tmp_path: Path, start_service: Start) -> None:
+    size = 1_000_000_000
+    service = start_service(f"sqlite:///{tmp_path}/layertap.sqlite3")
+    process = psutil.Process(service.process.pid)
+    with rig_of(service).client as client:
+        rig = Rig(client, service.storage)
+        rig.register()
+        job = rig.planned(1)
+        lease = rig.lease()
+        path = service.storage / lease["shard"]["file"]
+        path.parent.mkdir(parents=True)
+        with path.open("wb") as file:
+            file.truncate(size - 4)
+            file.seek(size - 4)
+            file.write(b"last")
+        body = {**proof(lease), "bytes": size, "sha256": "ab" * 32, "rows": 1, "tokens": 7}
+        rig.post(f"/v1/tasks/{lease['task']}/commit-shard", body)
+        url = f"/v1/jobs/{job}/shards/0/content"
+        before, peak, received = process.memory_info().rss, 0, 0
+        with client.stream("GET", url) as answer:
+            for chunk in answer.iter_raw(1 << 20):
+                received += len(chunk)
+                peak = max(peak, process.memory_info().rss)
+        assert received == size
+        assert peak - before < 50_000_000, f"grew by {(peak - before) / 1e6:.0f} MB"
+        resumed = client.get(url, headers={"Range": f"bytes={size - 4}-", "If-Range": answer.headers["etag"]})
+        assert (resumed.status_code, resumed.content) == (206, b"last")
