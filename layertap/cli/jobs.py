@@ -201,9 +201,8 @@ def _end(job: Job, quiet: bool) -> None:
     """The last words about an ended job, and the exit code."""
     if not quiet:
         p = job.progress
-    failed = f"  ({text.counted(p.row_errors, 'error')})" if p.row_errors else ""
-    table.add_row("rows", text.count(p.rows_done, p.rows_total) + failed)
-        out.print(line + f", {text.counted(p.shards_done, 'shard')}", soft_wrap=True)
+        done = f"{text.counted(p.rows_done, 'row')}, {p.tokens_done:,} tokens, {text.counted(p.shards_done, 'shard')}"
+        out.print(f"job [bold]{job.id}[/] {text.state(job.state)}: {done}", soft_wrap=True)
         if job.failure is not None:
             err.print(f"[red]{escape(job.failure.code)}[/]: {escape(job.failure.reason)}", soft_wrap=True)
         if p.row_errors:
