@@ -32,7 +32,7 @@ from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine
 from worker.engine.spec import chunk_tokens
 from worker.inflight import InFlight
-from worker.leases import HeldLease, LeaseKeeper
+from worker.leases import COMMIT_PHASE, HeldLease, LeaseKeeper
 from worker.plan.tokens import TokenRows
 from worker.prefill import Prefill, RowFailure
 from worker.service_api import ServiceApi
@@ -82,7 +82,7 @@ class Extraction:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        self.keeper.phase(held, "commit", COMMIT_PATIENCE_S)
+        self.keeper.phase(held, COMMIT_PHASE, COMMIT_PATIENCE_S)
         await self.api.commit_shard(lease.task, commit, COMMIT_PATIENCE_S)
         logger.info("%s committed: shard %d, %d rows, %d tokens", lease.task, spec.index, commit.rows, commit.tokens)
 

@@ -18,6 +18,7 @@ from worker import tied
 
 logger = logging.getLogger(__name__)
 
+COMMIT_PHASE = "commit"
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 
@@ -31,6 +32,7 @@ class HeldLease:
         self.dropped = asyncio.Event()
         self.drop_reason = ""
         self.lost = False
+        self.committing = False
         self._valid_until = valid_until
         self._renewed = asyncio.Event()
 
@@ -40,8 +42,12 @@ class HeldLease:
         self._renewed.set()
 
     def drop(self, reason: str, lost: bool) -> None:
-        """The lease is to be given up; `lost` when the service no longer counts it as ours."""
-        if not self.dropped.is_set():
+        """The lease is to be given up; `lost` when the service no longer counts it as ours.
+
+        Not while it is being committed: a committed task is no longer held either, so only the commit's own answer
+        tells the one from the other.
+        """
+        if not self.committing and not self.dropped.is_set():
             self.drop_reason, self.lost = reason, lost
             self.dropped.set()
 
@@ -119,6 +125,7 @@ class LeaseKeeper:
 
     def phase(self, held: HeldLease, phase: str, deadline_seconds: float, ledger: Path | None = None) -> None:
         """The work entered a phase that may take `deadline_seconds`, or, with a ledger, as long as that advances."""
+        held.committing = phase == COMMIT_PHASE
         extra = {} if ledger is None else {"ledger": str(ledger)}
         self._tell(op="phase", task=held.lease.task, phase=phase, deadline_seconds=deadline_seconds, **extra)
 

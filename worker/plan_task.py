@@ -6,7 +6,7 @@ from pathlib import Path
 from layertap.schemas.tasks import PlanCommit, RowErrorsReport
 from layertap.schemas.workers import ModelFacts
 from worker.extract import COMMIT_PATIENCE_S
-from worker.leases import HeldLease, LeaseKeeper
+from worker.leases import COMMIT_PHASE, HeldLease, LeaseKeeper
 from worker.plan.messages import PlanProgressLine, PlanRequest, PlanResultLine, RowErrorsLine
 from worker.plan.process import plan_lines
 from worker.service_api import ServiceApi
@@ -39,7 +39,7 @@ async def run_plan(
                 case RowErrorsLine():
                     await api.row_errors(lease.task, RowErrorsReport(**proof, errors=line.errors), COMMIT_PATIENCE_S)
                 case PlanResultLine():
-                    keeper.phase(held, "commit", COMMIT_PATIENCE_S)
+                    keeper.phase(held, COMMIT_PHASE, COMMIT_PATIENCE_S)
                     commit = PlanCommit(
                         **proof,
                         shards=line.shards,
