@@ -3,10 +3,11 @@
 import threading
 import uuid
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures_service import LEASE_SECONDS, PINS, Clock, Rig, proof, wait_until
+from fixtures_service import LEASE_SECONDS, PINS, Clock, Rig, open_rig, proof, settings_for, wait_until
 
 from service.leases import Next, TaskState
 from service.tasks import repository
@@ -147,6 +148,24 @@ def test_a_claim_finds_an_expired_lease_without_waiting_for_upkeep(rig: Rig, clo
     lease = rig.lease()
     clock.seconds += LEASE_SECONDS
     assert rig.lease()["task"] == lease["task"]
+
+
+def test_a_start_on_sqlite_grants_running_leases_a_full_term_on_a_clock_that_starts_anew(tmp_path: Path) -> None:
+    settings = settings_for(f"sqlite:///{tmp_path}/anew.sqlite3", tmp_path / "anew")
+    with open_rig(settings, Clock(5000.0)) as before:
+        before.register()
+        before.planned(1)
+        lease = before.lease()
+    clock = Clock(3.0)
+    with open_rig(settings, clock) as after:
+        for seconds in (0.0, LEASE_SECONDS - 1):
+            clock.seconds += seconds
+            after.upkeep()
+            assert after.claim()["lease"] is None
+            assert after.client.get("/v1/workers").json()["data"][0]["state"] == "active"
+        clock.seconds += 1
+        again = after.lease()
+        assert (again["task"], again["generation"]) == (lease["task"], 2)
 
 
 def test_a_heartbeat_keeps_a_lease(rig: Rig, clock: Clock) -> None:

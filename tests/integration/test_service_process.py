@@ -82,25 +82,6 @@ def test_a_kill_between_the_last_commit_and_the_manifest_is_made_good(database_u
         assert json.loads(blocked.read_text())["complete"]
 
 
-def test_a_start_on_sqlite_grants_running_leases_a_full_term(tmp_path: Path, start_service: Start) -> None:
-    url = f"sqlite:///{tmp_path}/layertap.sqlite3"
-    service = start_service(url, LAYERTAP_LEASE_SECONDS="1.5", LAYERTAP_UPKEEP_SECONDS="0.1")
-    with rig_of(service).client as client:
-        rig = Rig(client, service.storage)
-        rig.register()
-        rig.planned(1)
-        lease = rig.lease()
-        taken = time.monotonic()
-    service.kill()
-    wait_until(lambda: time.monotonic() - taken > 1.5)
-    service = start_service(url, LAYERTAP_LEASE_SECONDS="1.5", LAYERTAP_UPKEEP_SECONDS="0.1")
-    with rig_of(service).client as client:
-        rig = Rig(client, service.storage)
-        assert rig.claim()["lease"] is None
-        again = wait_until(lambda: rig.claim()["lease"], 10)
-        assert (again["task"], again["generation"]) == (lease["task"], 2)
-
-
 @pytest.mark.postgres
 def test_postgres_leases_expire_by_its_own_clock_and_any_replica_goes_on(
     request: pytest.FixtureRequest, start_service: Start
