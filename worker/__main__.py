@@ -11,6 +11,8 @@ from pathlib import Path
 from worker.engine.engine import EngineStopError, end_marked
 from worker.engine.spec import chunk_tokens
 from worker.models import ModelError, discover
+from worker.patch.choice import choose, restore_abandoned
+from worker.patch.package import PatchError, find_package
 from worker.service_api import ServiceError, ServiceUnreachableError
 from worker.settings import Settings, read_settings
 from worker.worker import StorageMismatchError, Worker
@@ -42,6 +44,12 @@ def main() -> int:
         return 1
     if ended:
         logger.warning("ended %d processes of an engine that an earlier worker left behind", ended)
+    try:
+        restore_abandoned(find_package(), settings.patch_dir)
+        _check_installer(settings)
+    except PatchError as error:
+        logger.error("%s", error)
+        return 2
     device = _device(settings)
     worker = Worker(settings, models, device, chunk_tokens(settings.chunked_prefill_size, device))
     try:
@@ -71,6 +79,15 @@ def _lock(run_dir: Path) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def _check_installer(settings: Settings) -> None:
+    installer = choose(settings.installer, find_package())
+    if installer == "forward_hooks" and any(word.startswith("--forward-hooks") for word in settings.engine_arg):
+        raise PatchError(
+            "--engine-arg=--forward-hooks cannot be used beside the capture's own hooks; "
+            "leave it out, or use another --installer"
+        )
 
 
 def _device(settings: Settings) -> str:

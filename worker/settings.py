@@ -36,6 +36,12 @@ class Settings(BaseSettings):
     engine_arg: list[str] = Field(
         default_factory=list, description="further SGLang server argument, as --name=value; repeatable"
     )
+    installer: Literal["auto", "plugin", "forward_hooks", "source"] = Field(
+        "auto", description="how the capture enters SGLang; auto: the first that the installed release offers"
+    )
+    patch_dir: Path | None = Field(
+        None, description="where `source` keeps journal and backup; by default below ~/.local/state/layertap"
+    )
     launch_timeout: float = Field(1800, gt=0, description="seconds an engine may take until it serves")
     stall_timeout: float = Field(
         300, gt=0, description="seconds without a captured token after which work counts as stuck"

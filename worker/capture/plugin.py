@@ -1,35 +1,18 @@
 """The `plugin` attachment point: SGLang's plugin framework calls `register` in every process of the engine.
 
-It does nothing unless `LAYERTAP_RUN_DIR` is set, so other uses of the same installation are left alone. Once the
-model is loaded it attaches the capture and reports in: without that report the worker holds the engine to be
-unpatched.
+The capture is attached right after `ModelRunner.load_model`, whose weights may still be on their way then.
 """
 
-import logging
-import os
-from pathlib import Path
 from typing import Any
 
-import torch
+from worker.capture.installed import active
 
-from worker.capture import addressing
-from worker.capture.hooks import HookCapture, find_stack
-from worker.capture.host_copy import Copier
-from worker.capture.report import Attached, write_report
-from worker.capture.rid import unmask
-from worker.capture.writer import Writer
-
-logger = logging.getLogger(__name__)
-
-RUN_DIR_VARIABLE = "LAYERTAP_RUN_DIR"
-POOL_VARIABLE = "LAYERTAP_POOL_BYTES"
-DEFAULT_POOL_BYTES = 2 << 30
 _LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def register() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
-    if not os.environ.get(RUN_DIR_VARIABLE):
+    if not active("plugin"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -37,60 +20,6 @@ def register() -> None:
 
 
 def _after_load(result: object, runner: Any, *args: object, **kwargs: object) -> None:
-    if not getattr(runner, "is_draft_worker", False):
-        attach(runner, Path(os.environ[RUN_DIR_VARIABLE]), installer="plugin")
+    from worker.capture.attach import attach_from
 
-
-def attach(runner: Any, run_dir: Path, installer: str) -> None:
-    """Puts the capture on a loaded model runner and reports in. Raises if the model cannot be captured."""
-    rank, size, pp_size = _parallel(runner)
-    stack = find_stack(runner.model)
-    writes = rank == 0
-    sink = _Sink(run_dir, runner) if writes else None
-    HookCapture(stack, sink).attach()
-    report = Attached(
-        pid=os.getpid(),
-        tp_rank=rank,
-        tp_size=size,
-        pp_size=pp_size,
-        architecture=type(runner.model).__name__,
-        num_layers=len(stack.blocks),
-        hidden_size=int(runner.model_config.hidden_size),
-        dtype=_SAFETENSORS_DTYPE[runner.model_config.dtype],
-        strategy="hooks",
-        installer=installer,
-    )
-    write_report(run_dir, report)
-    logger.info("layertap: capture attached to %s on rank %d", report.architecture, rank)
-
-
-_SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-
-def _parallel(runner: Any) -> tuple[int, int, int]:
-    try:
-        from sglang.srt.runtime_context import get_parallel
-    except ImportError:
-        return int(runner.tp_rank), int(runner.tp_size), int(runner.pp_size)
-    parallel = get_parallel()
-    return int(parallel.tp_rank), int(parallel.tp_size), int(parallel.pp_size)
-
-
-class _Sink:
-    """Hands each forward's states to the copier and the writer."""
-
-    def __init__(self, run_dir: Path, runner: Any) -> None:
-        pool_bytes = int(os.environ.get(POOL_VARIABLE, DEFAULT_POOL_BYTES))
-        self._device = torch.device(runner.device)
-        self._copier = Copier(self._device, pool_bytes)
-        self._writer = Writer(run_dir, self._copier)
-        self._writer.start()
-
-    def __call__(
-        self, found: list[addressing.Piece], states: dict[int, torch.Tensor], final: torch.Tensor | None
-    ) -> None:
-        for run in addressing.runs(found):
-            rid = run[0].rid
-            chosen = [states[k] for k in unmask(rid.boundaries)]
-            start, stop = run[0].start, run[-1].start + run[-1].count
-            self._writer.submit(run, self._copier.copy(chosen, final if rid.final else None, start, stop))
+    attach_from("plugin", runner)

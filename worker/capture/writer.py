@@ -139,8 +139,7 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def _start_write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Has the kernel begin writing at once, so that the fsync of a sealed shard finds little left to do. A hint only.
-    """
+    """Has the kernel begin writing at once, so that the fsync of a sealed shard finds little to do. A hint only."""
     if nbytes >= _WRITE_BACK_BYTES:
         _LIBC.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 

@@ -22,12 +22,15 @@ from worker.capture.session import sessions_dir
 from worker.engine import processes
 from worker.engine.client import EngineClient, EngineDownError, EngineInfo
 from worker.engine.spec import EngineSpec, command, environment
+from worker.patch.choice import make, patch_digest
+from worker.patch.installer import Applied
+from worker.patch.package import PatchError, find_package
 
 logger = logging.getLogger(__name__)
 
 MARK = "LAYERTAP_RUN_DIR"
 _POLL_S = 0.2
-_TERM_S = 8.0
+_TERM_S = 3.0
 _KILL_S = 10.0
 _LOG_TAIL_LINES = 60
 
@@ -41,7 +44,7 @@ class EngineLaunchError(Exception):
 
 
 class EngineStopError(Exception):
-    """Processes of the engine survived every way to end them."""
+    """Processes of the engine survived every way to end them, or its patch could not be taken out."""
 
 
 class Engine:
@@ -53,7 +56,8 @@ class Engine:
         self.info: EngineInfo | None = None
         self.reports: list[Attached] = []
         self._port = _free_port()
-        self._api_key = secrets.token_urlsafe(24)
+        self._api_key = secrets.token_hex(24)
+        self._installer = make(spec.installer, find_package(), None if spec.patch_dir is None else Path(spec.patch_dir))
         self._process: subprocess.Popen[bytes] | None = None
         self.client = EngineClient(self._port, self._api_key, prefill_timeout)
 
@@ -72,18 +76,24 @@ class Engine:
         shutil.rmtree(self.directory, ignore_errors=True)
         for folder in (self.directory, attached_dir(self.directory), sessions_dir(self.directory)):
             folder.mkdir(parents=True, exist_ok=True)
-        self._process = self._start()
-        logger.info("engine launching: %s on port %d, log %s", self.spec.model_path, self._port, self.log_path)
         try:
+            self._process = self._start(await self._patched())
+            logger.info("engine launching: %s on port %d, log %s", self.spec.model_path, self._port, self.log_path)
             await self._wait_serving(timeout)
             await self._check_attached()
         except BaseException:
             await self.stop()
             raise
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        argv = tied.command(os.getpid(), command(self.spec, self._port, self._api_key))
-        env = environment(self.spec, os.environ, self.directory)
+    async def _patched(self) -> Applied:
+        try:
+            return await asyncio.to_thread(self._installer.apply)
+        except PatchError as error:
+            raise EngineLaunchError(f"the capture cannot be installed: {error}", "") from error
+
+    def _start(self, applied: Applied) -> "subprocess.Popen[bytes]":
+        argv = tied.command(os.getpid(), command(self.spec, self._port, self._api_key, applied))
+        env = environment(self.spec, os.environ, self.directory, applied)
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -131,8 +141,14 @@ class Engine:
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
+        if process is not None:
+            self._end(process)
+        try:
+            self._installer.revert()
+        except PatchError as error:
+            raise EngineStopError(f"the engine has ended, but its patch stays in: {error}") from error
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
         _signal_group(process.pid, signal.SIGTERM)
         try:
             process.wait(_TERM_S)
@@ -152,6 +168,7 @@ class Engine:
             "architecture": first.architecture,
             "strategy": first.strategy,
             "installer": first.installer,
+            "patch_digest": patch_digest(self._installer),
             "tensor_parallel": first.tp_size,
             "server_args": json.loads(json.dumps(self.info.server_args)),
         }

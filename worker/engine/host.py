@@ -15,6 +15,8 @@ from worker.engine.canary import check
 from worker.engine.engine import Engine
 from worker.engine.spec import EngineSpec
 from worker.inflight import InFlight
+from worker.patch.choice import choose
+from worker.patch.package import find_package
 from worker.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -112,4 +114,6 @@ class EngineHost:
             extra_args=tuple(settings.engine_arg),
             pool_bytes=settings.pool_bytes,
             engine_version=facts.pins.engine_version,
+            installer=choose(settings.installer, find_package()),
+            patch_dir=None if settings.patch_dir is None else str(settings.patch_dir.resolve()),
         )

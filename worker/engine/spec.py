@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from worker.patch.installer import Applied, InstallerName
+
 _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 _CPU_CACHE_TOKENS = 32768
 _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -31,6 +33,8 @@ class EngineSpec:
     extra_args: tuple[str, ...]
     pool_bytes: int
     engine_version: str
+    installer: InstallerName = "plugin"
+    patch_dir: str | None = None
 
 
 def chunk_tokens(asked: int, device: str) -> int:
@@ -49,8 +53,8 @@ def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def command(spec: EngineSpec, port: int, api_key: str) -> list[str]:
-    """The server's command line. The last of two equal flags wins, so `extra_args` can override."""
+def command(spec: EngineSpec, port: int, api_key: str, applied: Applied) -> list[str]:
+    """The server's command line. The last of two equal flags wins, so `extra_args` can override all but the patch."""
     flags = {
         "--model-path": spec.model_path,
         "--host": "127.0.0.1",
@@ -74,19 +78,20 @@ def command(spec: EngineSpec, port: int, api_key: str) -> list[str]:
             flags["--cuda-graph-backend-prefill"] = "disabled"
             switches.append("--enforce-disable-flashinfer-allreduce-fusion")
     words = [word for pair in flags.items() for word in pair]
-    return [sys.executable, "-m", "sglang.launch_server", *words, *switches, *spec.extra_args]
+    return [sys.executable, "-m", "sglang.launch_server", *words, *switches, *spec.extra_args, *applied.arguments]
 
 
-def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path) -> dict[str, str]:
+def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, applied: Applied) -> dict[str, str]:
     """The engine's environment: the worker's own, what switches the capture on, and the mark its processes bear."""
-    env = dict(base)
+    env = {**base, **applied.environment}
+    plugins = [base.get("SGLANG_PLUGINS"), *applied.plugins, "layertap_cpu"]
     env |= {
         "LAYERTAP_RUN_DIR": str(engine_dir),
         "LAYERTAP_POOL_BYTES": str(spec.pool_bytes),
         "LAYERTAP_ENGINE_DEVICE": spec.device,
         # SGLang sets process titles, which would wipe the mark from /proc/PID/environ.
         "SPT_NOENV": "1",
-        "SGLANG_PLUGINS": ",".join(filter(None, [base.get("SGLANG_PLUGINS"), "layertap_capture", "layertap_cpu"])),
+        "SGLANG_PLUGINS": ",".join(filter(None, plugins)),
         "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
     }
     env.pop("LAYERTAP_TOKEN", None)

@@ -1,0 +1,88 @@
+"""Puts the capture on a loaded model and reports in: what every attachment point calls.
+
+An attachment point may act only where `LAYERTAP_RUN_DIR` is set and `LAYERTAP_INSTALLER` names it, so other uses of the
+same installation are left alone and no engine is captured twice. Without a rank's report the worker holds the engine to
+be unpatched.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker.capture import addressing
+from worker.capture.hooks import HookCapture, find_stack
+from worker.capture.host_copy import Copier
+from worker.capture.installed import RUN_DIR_VARIABLE, active
+from worker.capture.report import Attached, write_report
+from worker.capture.rid import unmask
+from worker.capture.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+POOL_VARIABLE = "LAYERTAP_POOL_BYTES"
+DEFAULT_POOL_BYTES = 2 << 30
+_SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def attach_from(installer: str, runner: Any) -> None:
+    """Attaches to a model runner that has loaded its model, if this process is to be captured by that installer.
+
+    Draft models are left alone. Raises if the model cannot be captured.
+    """
+    if active(installer) and not getattr(runner, "is_draft_worker", False):
+        attach(runner, Path(os.environ[RUN_DIR_VARIABLE]), installer)
+
+
+def attach(runner: Any, run_dir: Path, installer: str) -> None:
+    """Puts the capture on a loaded model runner and reports in. Raises if the model cannot be captured."""
+    rank, size, pp_size = _parallel(runner)
+    stack = find_stack(runner.model)
+    writes = rank == 0
+    sink = _Sink(run_dir, runner) if writes else None
+    HookCapture(stack, sink).attach()
+    report = Attached(
+        pid=os.getpid(),
+        tp_rank=rank,
+        tp_size=size,
+        pp_size=pp_size,
+        architecture=type(runner.model).__name__,
+        num_layers=len(stack.blocks),
+        hidden_size=int(runner.model_config.hidden_size),
+        dtype=_SAFETENSORS_DTYPE[runner.model_config.dtype],
+        strategy="hooks",
+        installer=installer,
+    )
+    write_report(run_dir, report)
+    logger.info("layertap: capture attached to %s on rank %d", report.architecture, rank)
+
+
+def _parallel(runner: Any) -> tuple[int, int, int]:
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        return int(runner.tp_rank), int(runner.tp_size), int(runner.pp_size)
+    parallel = get_parallel()
+    return int(parallel.tp_rank), int(parallel.tp_size), int(parallel.pp_size)
+
+
+class _Sink:
+    """Hands each forward's states to the copier and the writer."""
+
+    def __init__(self, run_dir: Path, runner: Any) -> None:
+        pool_bytes = int(os.environ.get(POOL_VARIABLE, DEFAULT_POOL_BYTES))
+        self._device = torch.device(runner.device)
+        self._copier = Copier(self._device, pool_bytes)
+        self._writer = Writer(run_dir, self._copier)
+        self._writer.start()
+
+    def __call__(
+        self, found: list[addressing.Piece], states: dict[int, torch.Tensor], final: torch.Tensor | None
+    ) -> None:
+        for run in addressing.runs(found):
+            rid = run[0].rid
+            chosen = [states[k] for k in unmask(rid.boundaries)]
+            start, stop = run[0].start, run[-1].start + run[-1].count
+            self._writer.submit(run, self._copier.copy(chosen, final if rid.final else None, start, stop))

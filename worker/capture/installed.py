@@ -1,0 +1,12 @@
+"""Which attachment point may act in this process. Imports nothing heavy: it is asked in every process of an engine."""
+
+import os
+
+RUN_DIR_VARIABLE = "LAYERTAP_RUN_DIR"
+INSTALLER_VARIABLE = "LAYERTAP_INSTALLER"
+"""Names the one attachment point that may act; the others stay inert."""
+
+
+def active(installer: str) -> bool:
+    """Whether a worker started this engine, and patched it with that installer."""
+    return bool(os.environ.get(RUN_DIR_VARIABLE)) and os.environ.get(INSTALLER_VARIABLE) == installer
