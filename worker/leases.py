@@ -163,7 +163,8 @@ class LeaseKeeper:
             case "renewed":
                 held.renewed(event["valid_until"])
             case "refused":
-                logger.warning("lease of %s refused: %s", event["task"], event["reason"])
+                if not held.committing:
+                    logger.warning("lease of %s refused: %s", event["task"], event["reason"])
                 held.drop(event["reason"], lost=True)
             case "stuck":
                 logger.error("%s makes no progress in phase %s", event["task"], event["phase"])
