@@ -1,6 +1,8 @@
 """The revisions make exactly the tables that the code uses, from anywhere, and can be taken back."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -43,3 +45,23 @@ def test_the_revisions_can_be_taken_back(database_url: str, tmp_path: Path) -> N
     with database.read() as session:
         assert set(inspect(session.connection()).get_table_names()) == {"alembic_version"}
     database.close()
+
+
+@pytest.mark.postgres
+def test_replicas_that_start_at_once_migrate_once(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    server = request.getfixturevalue("postgres")
+    url = server.create()
+    replicas = [Database(settings_for(url, tmp_path)) for _ in range(6)]
+    barrier = Barrier(len(replicas))
+
+    def start(replica: Database) -> bool:
+        barrier.wait(20)
+        migrate(replica)
+        with replica.read() as session:
+            return at_head(session.connection())
+
+    with ThreadPoolExecutor(len(replicas)) as threads:
+        assert list(threads.map(start, replicas)) == [True] * len(replicas)
+    for replica in replicas:
+        replica.close()
+    server.drop(url)

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,22 +102,6 @@ def test_postgres_leases_expire_by_its_own_clock_and_any_replica_goes_on(
         other.commit_shard(again)
         wait_until(lambda: other.state(job)["state"] == "succeeded")
     assert second.stop() == 0
-    server.drop(url)
-
-
-@pytest.mark.postgres
-def test_replicas_that_start_at_once_migrate_once(request: pytest.FixtureRequest, start_service: Start) -> None:
-    server = request.getfixturevalue("postgres")
-    url = server.create()
-    services: list[Process] = []
-    threads = [threading.Thread(target=lambda: services.append(start_service(url))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [httpx.get(f"{service.url}/readyz").status_code for service in services] == [200, 200, 200]
-    for service in services:
-        assert service.stop() == 0
     server.drop(url)
 
 
