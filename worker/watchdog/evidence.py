@@ -1,0 +1,110 @@
+"""Evidence: what is kept of a sick engine before it is killed. Bounded in time and size, secrets removed.
+
+Stacks come from py-spy. Where the kernel forbids it to look, the process is asked by signal: the capture has
+faulthandler write every thread's stack to the log on SIGUSR1.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from layertap.schemas.incidents import MAX_EVIDENCE_BYTES, Evidence, ProcessEvidence
+from worker.watchdog.observe import Seen, engine_processes, gpu_lines
+
+LOG_LINES = 200
+_STACK_SECONDS = 10.0
+_ALL_STACKS_SECONDS = 45.0
+_STACK_CHARS = 24_000
+_LOG_CHARS = 200_000
+_SIGNAL_WAIT_S = 1.0
+_SECRETS = re.compile(
+    r"(?i)(--(?:admin-)?api-key[= ]+|api_key['\"]?[=:]\s*['\"]?|authorization:\s*bearer\s+|\w*(?:token|secret)=)"
+    r"[^\s'\",]+"
+)
+
+
+def gather(directory: Path, server: int | None, log: Path, signals: dict[str, str], engine: dict[str, str]) -> Evidence:
+    """Everything about the engine in `directory`. Takes under a minute however sick it is; call it from a thread."""
+    seen = engine_processes(directory, server)
+    deadline = time.monotonic() + _ALL_STACKS_SECONDS
+    found = [_describe(process, deadline) for process in seen]
+    if seen and all(not process.stack.startswith("Process") for process in found):
+        _ask_by_signal(seen)
+    evidence = Evidence(
+        log_tail=redact(tail(log, LOG_LINES))[-_LOG_CHARS:],
+        processes=found,
+        gpu=gpu_lines(),
+        signals=signals,
+        engine={name: redact(value) for name, value in engine.items()},
+    )
+    return _fit(evidence)
+
+
+def redact(text: str) -> str:
+    """The text without keys and tokens."""
+    return _SECRETS.sub(r"\1***", text)
+
+
+def tail(log: Path, lines: int) -> str:
+    """The last lines of a log file, or nothing where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_CHARS))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+def _describe(process: Seen, deadline: float) -> ProcessEvidence:
+    return ProcessEvidence(
+        pid=process.pid,
+        command=redact(process.command)[:1000],
+        state=process.state,
+        threads=process.threads,
+        rss_bytes=process.rss_bytes,
+        cpu_seconds=process.cpu_seconds,
+        wait_channel=process.wait_channel,
+        stack=_stack(process.pid, deadline)[:_STACK_CHARS],
+    )
+
+
+def _stack(pid: int, deadline: float) -> str:
+    seconds = min(_STACK_SECONDS, deadline - time.monotonic())
+    program = shutil.which(
+        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
+    if program is None:
+        return "no stack: py-spy is not installed"
+    if seconds <= 0:
+        return "no stack: the time for stacks was used up by other processes"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"no stack: py-spy gave none within {seconds:.0f} s"
+    return done.stdout if done.returncode == 0 and done.stdout else f"no stack: py-spy: {done.stderr.strip()[-500:]}"
+
+
+def _ask_by_signal(seen: list[Seen]) -> None:
+    for process in seen:
+        if "sglang" in process.command:
+            try:
+                os.kill(process.pid, signal.SIGUSR1)
+            except ProcessLookupError:
+                continue
+    time.sleep(_SIGNAL_WAIT_S)
+
+
+def _fit(evidence: Evidence) -> Evidence:
+    """Cuts the log, which is the largest part, until the whole fits."""
+    excess = len(evidence.model_dump_json()) - MAX_EVIDENCE_BYTES
+    if excess <= 0:
+        return evidence
+    keep = max(0, len(evidence.log_tail) - excess)
+    return evidence.model_copy(update={"log_tail": evidence.log_tail[-keep:] if keep else ""})
