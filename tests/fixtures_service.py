@@ -1,5 +1,6 @@
 """The service under test: over SQLite and over a real Postgres that the tests start, in process or as a process."""
 
+import ctypes
 import dataclasses
 import hashlib
 import importlib.util
@@ -37,6 +38,18 @@ PINS = {
 }
 ROWS = b'{"text": "one"}\n{"text": "two"}\nnot json\n\n{"text": "three"}\n'
 LEASE_SECONDS = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """What a child runs first, so that it is sent this signal when the tests die without their clean-up."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+
+    return prepare
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -211,6 +224,7 @@ class Postgres:
                 cwd=self._data,
                 stdout=log,
                 stderr=log,
+                preexec_fn=end_with_parent(signal.SIGINT),
                 **self._user,
             )
         wait_until(self._answers)
@@ -334,7 +348,11 @@ class Process:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--storage", str(self.storage)], stderr=log, cwd=folder, env={**environment, **env}
+                [*command, "--storage", str(self.storage)],
+                stderr=log,
+                cwd=folder,
+                env={**environment, **env},
+                preexec_fn=end_with_parent(signal.SIGKILL),
             )
         line = wait_until(self._listening, 30)
         self.url = line.split("listening on ")[1].strip()
