@@ -15,7 +15,7 @@ from worker.engine.spec import command as engine_command
 from worker.patch.attachment import PLUGIN_NAME
 from worker.patch.choice import choose, make, patch_digest
 from worker.patch.installer import INSTALLERS
-from worker.patch.package import Condition, PatchError, check, find_package, find_package_of
+from worker.patch.package import TARGET, Condition, PatchError, check, find_package, find_package_of
 
 APPLY_AND_END = """
 import sys
@@ -164,3 +164,31 @@ def test_the_engine_is_started_with_what_the_installer_asks_for(package: Path, t
         words = engine_command(spec, 1, "key", applied)
         assert (words[-2] == "--forward-hooks") == (name == "forward_hooks")
         installer.revert()
+
+
+def test_a_worker_start_takes_out_what_a_dead_worker_left_and_names_an_installer_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    old = install(tmp_path / "site", files={name: text for name, text in FILES.items() if "plugins" not in name})
+    (old.parent / "sglang-9.8.7.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: sglang\nVersion: 9.8.7\n"
+    )
+    released = (old / TARGET).read_bytes()
+    subprocess.run([sys.executable, "-c", APPLY_AND_END, old, tmp_path / "patch"], check=True, timeout=60)
+    assert (old / TARGET).read_bytes() != released
+    (tmp_path / "model").mkdir()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 9, "max_position_embeddings": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes | {"dtype": "bfloat16"}))
+    words = ["--model", tmp_path / "model", "--run-dir", tmp_path / "run", "--patch-dir", tmp_path / "patch"]
+    started = subprocess.run(
+        [sys.executable, "-m", "worker", *map(str, words), "--installer", "plugin"],
+        env=os.environ | {"PYTHONPATH": str(old.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert started.returncode == 2, started.stderr
+    assert "--installer plugin" in started.stderr
+    assert (old / TARGET).read_bytes() == released
+    assert check(old).condition is Condition.PRISTINE
