@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 
 import layertap
+from layertap.errors import LayertapError
 from layertap.reader import Extraction
 from layertap.schemas.datasets import Dataset
 from layertap.schemas.jobs import Job, JobState
@@ -197,3 +198,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         say("\ninterrupted; everything is stopped")
         sys.exit(130)
+    except LayertapError as error:
+        sys.exit(f"FAILED: {error}\nEverything is stopped; the logs are below service/ in the folder of the shards.")
