@@ -16,6 +16,7 @@ from service.db.engine import Database
 from service.db.migrate import migrate
 from service.guard import Guard
 from service.health import endpoints as health
+from service.incidents import endpoints as incidents
 from service.jobs import endpoints as jobs
 from service.jobs.service import clear_deleted
 from service.openapi import describe
@@ -87,6 +88,8 @@ def create_app(context: Context | None = None, *, upkeep: bool = True) -> FastAP
         workers.models_router,
         workers.router,
         tasks.router,
+        incidents.router,
+        incidents.jobs_router,
         health.router,
     ):
         app.include_router(router)

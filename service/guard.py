@@ -11,11 +11,14 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from layertap.schemas.incidents import MAX_REPORT_BYTES
 from service.problems import ProblemError, response
 from service.settings import LOOPBACK_NAMES, Settings
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _UPLOAD = ("POST", "/v1/datasets")
+_SMALLER = {("POST", "/v1/incidents"): MAX_REPORT_BYTES}
+"""Bodies with a bound of their own, below that of all."""
 
 
 class Guard:
@@ -32,9 +35,11 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            self._check(scope["method"], scope["path"], Headers(scope=scope))
-            if scope["method"] not in _SAFE_METHODS and (scope["method"], scope["path"]) != _UPLOAD:
-                receive = await self._whole_body(Headers(scope=scope), receive)
+            operation = (scope["method"], scope["path"])
+            self._check(*operation, Headers(scope=scope))
+            if scope["method"] not in _SAFE_METHODS and operation != _UPLOAD:
+                most = min(self._settings.max_body_bytes, _SMALLER.get(operation, self._settings.max_body_bytes))
+                receive = await _whole_body(Headers(scope=scope), receive, most)
         except ProblemError as error:
             await response(error, scope["path"])(scope, receive, send)
             return
@@ -76,29 +81,29 @@ class Guard:
         # Beyond loopback a token is required, and no name can be pointed elsewhere in a plain address.
         return not self._settings.loopback and _is_address(name)
 
-    async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
-        most = self._settings.max_body_bytes
-        declared = headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > most:
+
+async def _whole_body(headers: Headers, receive: Receive, most: int) -> Receive:
+    declared = headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > most:
+        raise _too_large(most)
+    body, more, last = bytearray(), True, None
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            last = message
+            break
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > most:
             raise _too_large(most)
-        body, more, last = bytearray(), True, None
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                last = message
-                break
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > most:
-                raise _too_large(most)
-        waiting: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        if last is not None:
-            waiting = [last]
+    waiting: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+    if last is not None:
+        waiting = [last]
 
-        async def replay() -> Message:
-            return waiting.pop(0) if waiting else await receive()
+    async def replay() -> Message:
+        return waiting.pop(0) if waiting else await receive()
 
-        return replay
+    return replay
 
 
 def _too_large(most: int) -> ProblemError:

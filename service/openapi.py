@@ -17,6 +17,7 @@ _TAGS = [
     {"name": "models", "description": "What jobs may name."},
     {"name": "workers", "description": "The worker protocol: who is there."},
     {"name": "tasks", "description": "The worker protocol: leases."},
+    {"name": "incidents", "description": "What went wrong with an engine, and the evidence."},
     {"name": "health", "description": "Alive and ready."},
 ]
 _METHODS = frozenset({"get", "head", "post", "put", "patch", "delete"})

@@ -10,6 +10,7 @@ PROBLEM_DESCRIPTIONS = {
     401: "The token is missing or wrong.",
     404: "There is no such thing.",
     409: "The request does not fit the present state; `lease_lost` among others.",
+    413: "The body is longer than the service reads.",
     415: "The body is encoded in a way that is not supported.",
     416: "The range holds no byte of the file.",
     422: "A field has a value that can't be used; `errors` names it and the remedy.",
@@ -105,6 +106,38 @@ BODY_EXAMPLES: dict[str, dict[str, Any]] = {
     "commit_shard": {**_HELD, "bytes": 190000000, "sha256": "0f" * 32, "rows": 59, "tokens": 41200},
     "fail_task": {**_HELD, "code": "non_finite", "reason": "the hidden states of row 7 are not finite"},
     "release_task": {**_HELD, "reason": "shutdown"},
+    "report_incident": {
+        "id": "inc_7c1de0b2a94f",
+        "worker": "wrk_5f0c2a91",
+        "model": "SmolLM2-135M-Instruct",
+        "tasks": ["task_01jz8k3v7m4q2r5t6w8x9y0abd"],
+        "kind": "hung_serving",
+        "phase": "serving",
+        "reason": "4096 tokens in flight, none captured for 301 s",
+        "blame": "nobody",
+        "tried": ["started unpatched: healthy", "started by plugin: healthy"],
+        "processes_left": 0,
+        "gpu_bytes_left": 0,
+        "evidence": {
+            "log_tail": "[2026-11-30 02:10:41] Prefill batch. #new-seq: 2, #new-token: 4096\n",
+            "processes": [
+                {
+                    "pid": 4711,
+                    "command": "sglang::scheduler",
+                    "state": "R (running)",
+                    "threads": 41,
+                    "rss_bytes": 2147483648,
+                    "cpu_seconds": 412.5,
+                    "wait_channel": "0",
+                    "stack": 'Thread 4711 (active): "MainThread"\n    forward (model_runner.py:2410)\n',
+                }
+            ],
+            "gpu": ["0: NVIDIA H200, 81.2 of 139.8 GiB, 100 %"],
+            "signals": {"tokens_captured": "81920, last moved 301.2 s ago"},
+            "engine": {"version": "0.5.23"},
+        },
+        "happened_at": "2026-11-30T02:15:42Z",
+    },
 }
 
 

@@ -11,6 +11,9 @@ from pydantic import Field
 from layertap.schemas.common import Schema, Timestamp
 
 MAX_EVIDENCE_BYTES = 1 << 20
+"""Evidence as JSON in UTF-8: what the service keeps of one incident. It cuts what is longer."""
+MAX_REPORT_BYTES = 4 << 20
+"""Longest body of a report that the service reads."""
 
 
 class IncidentKind(StrEnum):
@@ -44,7 +47,7 @@ class ProcessEvidence(Schema):
     state: str
     threads: int
     rss_bytes: int
-    cpu_seconds: float
+    cpu_seconds: Annotated[float, Field(allow_inf_nan=False)]
     wait_channel: str
     stack: str
 
@@ -63,22 +66,25 @@ class IncidentReport(Schema):
     """Body of `POST /v1/incidents`. `id` is made by the worker, so that a repeated report counts once."""
 
     id: Annotated[str, Field(pattern=r"^inc_[A-Za-z0-9]{8,60}$")]
-    worker: str
-    model: str
-    tasks: list[str] = []
+    worker: Annotated[str, Field(max_length=64)]
+    model: Annotated[str, Field(max_length=512)]
+    tasks: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1000)] = []
     kind: IncidentKind
-    phase: str
+    phase: Annotated[str, Field(max_length=200)]
     reason: Annotated[str, Field(max_length=4000)]
     blame: Blame = Blame.UNKNOWN
-    tried: list[Annotated[str, Field(max_length=1000)]] = []
-    processes_left: int = 0
-    gpu_bytes_left: int | None = None
+    tried: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=1000)] = []
+    processes_left: Annotated[int, Field(ge=0, le=2**31)] = 0
+    gpu_bytes_left: Annotated[int | None, Field(ge=-(2**62), le=2**62)] = None
     evidence: Evidence = Evidence()
     happened_at: Timestamp
 
 
 class Incident(IncidentReport):
-    """An incident as the service lists it; `jobs` are those whose tasks it hit."""
+    """An incident as the service knows it; `jobs` are those whose tasks it hit, also where they are deleted since.
+
+    `evidence` is whole where one incident is asked for, and empty in lists and in the answer to a report.
+    """
 
     object: Literal["incident"] = "incident"
     jobs: list[str] = []

@@ -47,6 +47,7 @@ class Base(DeclarativeBase):
         dict[str, Any]: JSON,
         dict[str, str]: JSON,
         list[int]: JSON,
+        list[str]: JSON,
     }
 
 
@@ -254,3 +255,40 @@ class RowError(Base):
     job_id: Mapped[str] = mapped_column(String(64))
     code: Mapped[str] = mapped_column(String(64))
     reason: Mapped[str]
+
+
+class Incident(Base):
+    """What went wrong with a worker's engine. It refers to no job or task, so that it outlives them.
+
+    `arrival` is made by the service and sorts by time, which the worker's `id` does not.
+    """
+
+    __tablename__ = "incidents"
+    __table_args__ = (Index("ix_incidents_worker", "worker_id", "arrival"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    arrival: Mapped[str] = mapped_column(String(64), unique=True)
+    worker_id: Mapped[str] = mapped_column(String(64))
+    model: Mapped[str] = mapped_column(String(512))
+    kind: Mapped[str] = mapped_column(String(32))
+    phase: Mapped[str]
+    blame: Mapped[str] = mapped_column(String(32))
+    reason: Mapped[str]
+    tried: Mapped[list[str]]
+    processes_left: Mapped[int]
+    gpu_bytes_left: Mapped[int | None]
+    happened_at: Mapped[datetime]
+    reported_at: Mapped[datetime]
+    evidence: Mapped[str] = mapped_column(deferred=True)
+    """JSON. Up to a megabyte, so it is read only where it is asked for, and is the last column."""
+
+
+class IncidentTask(Base):
+    """A task that an incident hit, and the job it was of; null where the service did not know the task."""
+
+    __tablename__ = "incident_tasks"
+    __table_args__ = (Index("ix_incident_tasks_job", "job_id"),)
+
+    incident_id: Mapped[str] = mapped_column(ForeignKey("incidents.id", ondelete="CASCADE"), primary_key=True)
+    task_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    job_id: Mapped[str | None] = mapped_column(String(64))

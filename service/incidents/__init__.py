@@ -1,0 +1,1 @@
+"""Incidents: what workers report of engines that hung or died, kept and shown."""
