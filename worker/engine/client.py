@@ -28,6 +28,7 @@ class EngineInfo:
     server_args: dict[str, Any]
 
 
+_KEEP_IDLE_S = 2.0
 _REPORTED_ARGS = (
     "model_path", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "pp_size", "ep_size",
     "attention_backend", "chunked_prefill_size", "max_prefill_tokens", "max_total_tokens", "disable_radix_cache",
@@ -43,7 +44,8 @@ class EngineClient:
             base_url=f"http://127.0.0.1:{port}",
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(10.0, read=prefill_timeout, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # The engine closes a connection after 5 idle seconds: one given up before is never used just as it closes.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEEP_IDLE_S),
             trust_env=False,
         )
 
