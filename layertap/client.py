@@ -26,6 +26,7 @@ from layertap.follow import follow
 from layertap.pull import PullProgress, PullReport, pull
 from layertap.schemas.common import Health, Page, Schema
 from layertap.schemas.datasets import Dataset, RowProblem
+from layertap.schemas.incidents import Incident
 from layertap.schemas.jobs import MIB, Final, Job, JobCreate, JobState, LossMask, Overflow, Preset
 from layertap.schemas.shards import Manifest, Shard
 from layertap.schemas.workers import Model, Worker
@@ -188,6 +189,16 @@ class Client:
     def workers(self) -> Iterator[Worker]:
         """The workers that the service knows."""
         return self._pages(Worker, "/v1/workers", {}, 100)
+
+    def incidents(self, job: str | None = None, worker: str | None = None, page_size: int = 100) -> Iterator[Incident]:
+        """What went wrong with engines, newest first, without the evidence; only what hit `job`, or `worker`'s."""
+        wanted = {"job": job, "worker": worker}
+        params = {name: _segment(value) for name, value in wanted.items() if value is not None}
+        return self._pages(Incident, "/v1/incidents", params, page_size)
+
+    def incident(self, incident: str) -> Incident:
+        """One incident with its evidence."""
+        return parsed(Incident, self._transport.send("GET", f"/v1/incidents/{_segment(incident)}", repeatable=True))
 
     def ready(self) -> Health:
         """Whether the service can do its work now. Raises `ApiError` (503) when it can't."""

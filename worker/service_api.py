@@ -12,6 +12,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from layertap.schemas.common import Problem
+from layertap.schemas.incidents import Incident, IncidentReport
 from layertap.schemas.tasks import (
     ClaimRequest,
     ClaimResponse,
@@ -110,6 +111,10 @@ class ServiceApi:
     async def release(self, task: str, message: Release, patience: float) -> TaskAck:
         """Hands the task back unharmed."""
         return await self._post(f"/v1/tasks/{task}/release", message, TaskAck, patience)
+
+    async def report_incident(self, message: IncidentReport, patience: float) -> Incident:
+        """Hands in an incident, or what was found out about it since; repeatable. The answer carries no evidence."""
+        return await self._post("/v1/incidents", message, Incident, patience)
 
     async def _post(self, path: str, message: BaseModel, answer: type[M], patience: float) -> M:
         deadline = time.monotonic() + patience

@@ -29,7 +29,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 ORDER = (
     *("up", "submit", "status", "watch", "errors", "pull", "verify", "inspect"),
-    *("cancel", "retry", "rm", "models", "workers", "service", "worker", "engine"),
+    *("cancel", "retry", "rm", "models", "workers", "incidents", "service", "worker", "engine"),
 )
 """Of the verbs in the help text: the way of a job first."""
 

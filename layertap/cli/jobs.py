@@ -10,6 +10,7 @@ from rich.table import Table
 
 from layertap.cli import text
 from layertap.cli.app import JsonOption, app, connect, err, out, print_json
+from layertap.cli.incidents import mention
 from layertap.cli.progress import bytes_bar, show_job
 from layertap.client import Client
 from layertap.errors import LayertapError
@@ -87,6 +88,7 @@ def status(
             print_json(found)
         else:
             _print_job(found)
+            mention(client, found.id)
         return
     jobs = list(islice(client.jobs(state, page_size=min(limit, 100)), limit))
     if as_json:

@@ -1,5 +1,6 @@
 """How figures are written for people: sizes, durations, ages, counts. Pure functions."""
 
+import re
 from datetime import UTC, datetime
 
 from layertap.schemas.jobs import JobState
@@ -56,6 +57,22 @@ def count(done: int | None, total: int | None = None) -> str:
 def counted(number: int, noun: str) -> str:
     """1 row, 12,345 rows."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+_CONTROL = re.compile(
+    r"\x1b(?:\[[0-?]{0,200}[ -/]{0,20}[@-~]|\][^\x07\x1b]{0,2000}(?:\x07|\x1b\\)|[@-Z\\^_]?)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+def printable(value: str) -> str:
+    """Text of another program without anything that would steer the terminal; lines and tabs stay."""
+    return _CONTROL.sub("", value)
+
+
+def moment(value: datetime) -> str:
+    """2026-11-30 02:11:22 UTC."""
+    return f"{value.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def state(value: JobState) -> str:
