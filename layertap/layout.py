@@ -8,13 +8,13 @@ Format: https://github.com/huggingface/safetensors#format
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 PAGE = 4096
-HEADER_SLACK = 1024
-"""Bytes kept free in the header, so that a shard can lose rows without its data moving up."""
+HEADER_SLACK = 3072
+"""Bytes kept free in the header, for what becomes known only after prefill, without the data moving."""
 
 DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 """safetensors names of the dtypes that hidden states come in, and their size in bytes."""
@@ -56,7 +56,7 @@ class ShardLayout:
         with_final: bool,
         metadata: Mapping[str, str] | None = None,
     ) -> "ShardLayout":
-        """A layout from plain sequences. Raises `ValueError` on an empty row list, a zero length or an unknown dtype."""
+        """A layout from plain sequences. Raises `ValueError` on no rows, a zero length or an unknown dtype."""
         if not lengths or min(lengths) < 1:
             raise ValueError("a shard needs at least one row, and every row at least one token")
         if dtype not in DTYPE_BYTES:
@@ -111,6 +111,10 @@ class ShardLayout:
         if len(text) > room:
             raise ValueError(f"header of {len(text)} bytes does not fit the {room} kept for it")
         return room.to_bytes(8, "little") + text.ljust(room, b" ")
+
+    def with_metadata(self, metadata: Mapping[str, str]) -> "ShardLayout":
+        """The same layout with other metadata, its data starting at the same byte."""
+        return replace(self, metadata=tuple(sorted(metadata.items())), header_bytes=self.data_start)
 
     def without(self, rows: set[int]) -> "ShardLayout":
         """The layout of the same shard less `rows` (indices), its data starting at the same byte."""

@@ -7,8 +7,6 @@ removed. A sealed file is never deleted here, since its commit may have arrived.
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,17 +23,14 @@ from layertap.schemas.tasks import (
     ShardSpec,
     TaskRowProblem,
 )
+from layertap.schemas.workers import ModelFacts
 from worker import shard_writer
-from worker.capture.rid import Rid, mask
-from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
-from worker.engine.client import EngineDownError
-from worker.engine.engine import Engine
-from worker.engine.spec import chunk_tokens
-from worker.inflight import InFlight
+from worker.engine.host import EngineHost
 from worker.leases import COMMIT_PHASE, HeldLease, LeaseKeeper
 from worker.plan.tokens import TokenRows
-from worker.prefill import Prefill, RowFailure
+from worker.prefill import RowFailure
 from worker.service_api import ServiceApi
+from worker.shard_prefill import ShardPrefill
 from worker.shard_writer import ShardRows
 
 logger = logging.getLogger(__name__)
@@ -52,14 +47,16 @@ class Extraction:
 
     api: ServiceApi
     keeper: LeaseKeeper
-    engine: Engine
-    budget: InFlight
+    host: EngineHost
+    facts: ModelFacts
     storage: Path
+    restart_seconds: float
 
     async def run(self, held: HeldLease) -> None:
         """Extracts and commits the shard of a lease.
 
-        Raises `LeaseLostError`, `EngineDownError`, `StorageWriteError`, `OSError` or `ServiceUnreachableError`.
+        Raises `LeaseLostError`, `EngineKeepsDyingError`, `EngineUnavailableError`, `StorageWriteError`, `OSError` or
+        `ServiceUnreachableError`.
         """
         lease, spec = held.lease, _shard_spec(held.lease)
         final = self.storage / spec.file
@@ -70,7 +67,8 @@ class Extraction:
         layout = self._layout(lease, spec, tokens.lengths[wanted.start : wanted.stop].tolist())
         partial = await asyncio.to_thread(shard_writer.lay_out, final, layout, rows)
         try:
-            failures = await self._prefill(held, layout, partial, ids)
+            work = ShardPrefill(self.host, self.keeper, self.facts, held, layout, partial, ids, self.restart_seconds)
+            failures = await work.run()
             await self._report(held, rows, failures)
             if len(failures) == spec.rows:
                 partial.unlink()
@@ -78,39 +76,13 @@ class Extraction:
                     **held.proof.model_dump(), bytes=0, sha256="", rows=0, tokens=0, row_errors=len(failures)
                 )
             else:
-                commit = await self._seal(held, layout, rows, partial, final, set(failures))
+                commit = await self._seal(held, layout, rows, partial, final, set(failures), work.engine)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
         self.keeper.phase(held, COMMIT_PHASE, COMMIT_PATIENCE_S)
         await self.api.commit_shard(lease.task, commit, COMMIT_PATIENCE_S)
         logger.info("%s committed: shard %d, %d rows, %d tokens", lease.task, spec.index, commit.rows, commit.tokens)
-
-    async def _prefill(
-        self, held: HeldLease, layout: ShardLayout, partial: Path, ids: Sequence[np.ndarray]
-    ) -> dict[int, RowFailure]:
-        lease, run_dir = held.lease, self.engine.directory
-        rid = Rid(mask(lease.layers), lease.final is Final.POST_NORM, lease.task, lease.generation, 0, 0)
-        ledger = Ledger.create(sessions_dir(run_dir) / f"{rid.session}.ledger", layout.lengths)
-        publish(run_dir, rid.session, _session(partial, ledger, layout))
-        self.keeper.phase(held, "prefill", _PREFILL_GRACE_S, ledger.path)
-        batch_tokens = chunk_tokens(self.engine.spec.chunked_prefill_size, self.engine.spec.device)
-        work = Prefill(self.engine.client, self.budget, held, ledger, rid, batch_tokens)
-        finished = False
-        try:
-            await work.run(ids)
-            finished = True
-        finally:
-            ledger.close_session()
-            withdraw(run_dir, rid.session)
-            if not finished:
-                with suppress(EngineDownError):
-                    await asyncio.shield(self.engine.client.abort(rid.lease_prefix))
-        for row in np.flatnonzero(ledger.nonfinite):
-            work.failures.setdefault(
-                int(row), RowFailure("non_finite", f"{ledger.nonfinite[row]} tokens hold a NaN or an infinity")
-            )
-        return work.failures
 
     async def _report(self, held: HeldLease, rows: ShardRows, failures: dict[int, RowFailure]) -> None:
         problems = [
@@ -124,11 +96,21 @@ class Extraction:
             await self.api.row_errors(held.lease.task, report, COMMIT_PATIENCE_S)
 
     async def _seal(
-        self, held: HeldLease, layout: ShardLayout, rows: ShardRows, partial: Path, final: Path, failed: set[int]
+        self,
+        held: HeldLease,
+        layout: ShardLayout,
+        rows: ShardRows,
+        partial: Path,
+        final: Path,
+        failed: set[int],
+        engine: dict[str, object],
     ) -> ShardCommit:
         self.keeper.phase(held, "seal", _PREFILL_GRACE_S + layout.nbytes / SEAL_BYTES_PER_SECOND)
+        layout = layout.with_metadata(self._metadata(held.lease, engine))
         if failed:
             layout = await asyncio.to_thread(shard_writer.compact, partial, layout, rows, failed)
+        else:
+            await asyncio.to_thread(shard_writer.write_header, partial, layout)
         sha256 = await asyncio.to_thread(shard_writer.seal, partial, final)
         return ShardCommit(
             **held.proof.model_dump(),
@@ -137,49 +119,41 @@ class Extraction:
             rows=len(layout.lengths),
             tokens=layout.tokens,
             row_errors=len(failed),
-            engine=self.engine.describe(),
+            engine=engine,
         )
 
     def _layout(self, lease: Lease, spec: ShardSpec, lengths: list[int]) -> ShardLayout:
-        report = self.engine.reports[0]
+        return ShardLayout.of(
+            lengths,
+            lease.layers,
+            self.facts.hidden_size,
+            spec.pins.dtype,
+            lease.final is Final.POST_NORM,
+            self._metadata(lease, {}),
+        )
+
+    def _metadata(self, lease: Lease, engine: dict[str, object]) -> dict[str, str]:
+        """The shard's own account of itself; `engine` is known only once the rows are written."""
+        spec = _shard_spec(lease)
         facts = {
             "format_version": FORMAT_VERSION,
             "job": lease.job,
             "shard": spec.index,
             "generation": lease.generation,
             "layers": lease.layers,
-            "num_layers": report.num_layers,
+            "num_layers": self.facts.num_layers,
             "final": lease.final,
             "model": lease.model,
             "dataset_sha256": spec.dataset_sha256,
             "pins": spec.pins.model_dump(),
-            "engine": self.engine.describe(),
+            "engine": engine,
         }
-        return ShardLayout.of(
-            lengths,
-            lease.layers,
-            report.hidden_size,
-            report.dtype,
-            lease.final is Final.POST_NORM,
-            {"layertap": json.dumps(facts, sort_keys=True)},
-        )
+        return {"layertap": json.dumps(facts, sort_keys=True)}
 
 
 def _shard_spec(lease: Lease) -> ShardSpec:
     assert lease.shard is not None
     return lease.shard
-
-
-def _session(partial: Path, ledger: Ledger, layout: ShardLayout) -> Session:
-    final = layout.tensors.get("final_hidden_state")
-    return Session(
-        file=str(partial.resolve()),
-        ledger=str(ledger.path.resolve()),
-        hidden_start=layout.tensors["hidden_states"].start,
-        hidden_token_bytes=layout.hidden_token_bytes,
-        final_start=None if final is None else final.start,
-        final_token_bytes=layout.final_token_bytes,
-    )
 
 
 def _load_rows(tokens: TokenRows, wanted: range) -> tuple[ShardRows, list[np.ndarray]]:

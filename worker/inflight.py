@@ -1,6 +1,7 @@
 """How many tokens are in the engine at a time, over all shards in hand: enough that it never starves, and bounded.
 
 A row counts until its states are in the file, so a slow disk holds back the admission of rows and never the forward.
+Out of memory halves the bound; it recovers slowly while all goes well.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ class InFlight:
     """A budget of `limit` tokens, handed out in the order asked for. A batch larger than it is let in alone."""
 
     def __init__(self, limit: int) -> None:
+        self.full = limit
         self.limit = limit
         self.used = 0
         self._turn = asyncio.Lock()
@@ -26,4 +28,13 @@ class InFlight:
     def release(self, tokens: int) -> None:
         """Gives room back."""
         self.used -= tokens
+        self._released.set()
+
+    def halve(self) -> None:
+        """Memory ran out: half as many tokens from now on, but never none."""
+        self.limit = max(1, self.limit // 2)
+
+    def recover(self) -> None:
+        """Work went well: a tenth of the full bound more, up to all of it."""
+        self.limit = min(self.full, self.limit + max(1, self.full // 10))
         self._released.set()

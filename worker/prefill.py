@@ -53,20 +53,39 @@ class Prefill:
     rid: Rid
     batch_tokens: int
     failures: dict[int, RowFailure] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
 
-    async def run(self, rows: Sequence[npt.NDArray[np.int32]]) -> None:
-        """Prefills every row [S_i]. Raises `EngineDownError` or `StorageWriteError`; rows that fail alone are noted."""
+    async def run(self, rows: Sequence[npt.NDArray[np.int32]], todo: Sequence[int]) -> None:
+        """Prefills the rows [S_i] with indices `todo`, beside whatever else is in flight.
+
+        Raises `EngineDownError` or `StorageWriteError`; rows that fail alone are noted in `failures`. After an error
+        `in_flight` holds the rows that were under way.
+        """
         try:
             async with asyncio.TaskGroup() as sending:
-                for batch in batches([len(row) for row in rows], self.batch_tokens):
+                for batch in batches([len(rows[i]) for i in todo], self.batch_tokens):
                     await self.held.confirmed()
-                    tokens = sum(len(rows[i]) for i in batch)
+                    chosen = [todo[i] for i in batch]
+                    tokens = sum(len(rows[i]) for i in chosen)
                     await self.budget.acquire(tokens)
-                    task = sending.create_task(self._send(batch, rows, attempt=0))
+                    self.in_flight.update(chosen)
+                    task = sending.create_task(self._send(chosen, rows, attempt=0))
                     # Not in the task itself: one that is cancelled before its first step would never give it back.
                     task.add_done_callback(partial(self._give_back, tokens))
         except ExceptionGroup as group:
             raise _first(group) from group
+
+    async def run_alone(self, rows: Sequence[npt.NDArray[np.int32]], todo: Sequence[int]) -> None:
+        """Like `run`, with nothing else in flight: the whole budget is taken first."""
+        await self.held.confirmed()
+        whole = self.budget.limit
+        await self.budget.acquire(whole)
+        try:
+            self.in_flight.update(todo)
+            for batch in batches([len(rows[i]) for i in todo], self.batch_tokens):
+                await self._send([todo[i] for i in batch], rows, attempt=0)
+        finally:
+            self.budget.release(whole)
 
     def _give_back(self, tokens: int, _: asyncio.Task[None]) -> None:
         self.budget.release(tokens)
@@ -78,6 +97,8 @@ class Prefill:
         except EngineRefusedError as error:
             await self._refused(batch, rows, attempt, str(error))
             return
+        # The engine has answered for these: whatever kills it from now on is not theirs.
+        self.in_flight.difference_update(batch)
         answered = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is None]
         missing = await self._written(answered)
         aborted = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is not None]

@@ -42,7 +42,9 @@ class Settings(BaseSettings):
     patch_dir: Path | None = Field(
         None, description="where `source` keeps journal and backup; by default below ~/.local/state/layertap"
     )
-    launch_timeout: float = Field(1800, gt=0, description="seconds an engine may take until it serves")
+    launch_quiet: float = Field(600, gt=0, description="seconds a launch may show neither log, disk reads nor memory")
+    check_timeout: float = Field(900, gt=0, description="seconds the first prefill of a fresh engine may take")
+    launch_timeout: float = Field(7200, gt=0, description="seconds an engine may take until it serves")
     stall_timeout: float = Field(
         300, gt=0, description="seconds without a captured token after which work counts as stuck"
     )

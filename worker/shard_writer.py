@@ -65,6 +65,12 @@ def compact(path: Path, layout: ShardLayout, rows: ShardRows, failed: set[int]) 
     return smaller
 
 
+def write_header(path: Path, layout: ShardLayout) -> None:
+    """Replaces the header of a partial file by one of the same size."""
+    with _opened(path, os.O_RDWR) as fd:
+        _pwrite_all(fd, layout.header(), 0)
+
+
 def seal(path: Path, final: Path) -> str:
     """Makes a complete partial file durable under its own name; returns its sha256 (hex)."""
     with _opened(path, os.O_RDONLY) as fd:

@@ -6,13 +6,16 @@ back, the engine is ended, and the service is told.
 """
 
 import asyncio
+import errno
 import logging
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
+from layertap.schemas.incidents import IncidentReport
 from layertap.schemas.tasks import (
     ClaimRequest,
     ClaimResponse,
@@ -25,10 +28,7 @@ from layertap.schemas.tasks import (
 )
 from layertap.schemas.workers import ModelFacts, WorkerRegister
 from layertap.storage_paths import NONCE_FILE
-from worker.engine.canary import CanaryError
-from worker.engine.client import EngineDownError
-from worker.engine.engine import EngineLaunchError
-from worker.engine.host import EngineHost, NoEngineError
+from worker.engine.host import EngineHost, EngineUnavailableError
 from worker.extract import LAYOUT_SECONDS, Extraction
 from worker.leases import HeldLease, LeaseKeeper
 from worker.plan.plan import PlanError
@@ -36,13 +36,15 @@ from worker.plan_task import QUIET_SECONDS, run_plan
 from worker.prefill import StorageWriteError
 from worker.service_api import LeaseLostError, ServiceApi, ServiceError, ServiceUnreachableError
 from worker.settings import Settings
+from worker.shard_prefill import EngineKeepsDyingError
 
 logger = logging.getLogger(__name__)
 
 REGISTER_PATIENCE_S = 600.0
 REPORT_PATIENCE_S = 60.0
 _LAUNCH_BACKOFF_MOST_S = 60.0
-_SPACE_PAUSE_S = 5.0
+_SPACE_PAUSE_S = 2.0
+_SPACE_SPARE_BYTES = 16 << 20
 _NONCE_POLL_S = 0.2
 
 
@@ -60,8 +62,11 @@ class Worker:
         self._storage = settings.storage.resolve()
         self._api = ServiceApi(settings.service, settings.token)
         self._keeper = LeaseKeeper(self.id, settings.service, settings.token, settings.stall_timeout)
-        self._host = EngineHost(settings, device, chunk)
+        self._host = EngineHost(
+            settings, device, chunk, self.id, self._report_incident, lambda: list(self._keeper.held)
+        )
         self._stopping = asyncio.Event()
+        self._waiting_for_space = 0
 
     def stop(self) -> None:
         """Asks for a graceful stop; `run` returns once it is done."""
@@ -135,7 +140,10 @@ class Worker:
     async def _control(self) -> None:
         while not self._stopping.is_set():
             message = ControlRequest(
-                held=self._keeper.in_hand(), loaded_model=self._host.model, status=self._host.status, draining=False
+                held=self._keeper.in_hand(),
+                loaded_model=self._host.model,
+                status="waiting_for_space" if self._waiting_for_space else self._host.status,
+                draining=False,
             )
             try:
                 answer = await self._api.control(self.id, message)
@@ -195,11 +203,8 @@ class Worker:
             return False
         try:
             await self._until_stopped(self._host.ensure(facts))
-        except EngineLaunchError as error:
-            logger.error("%s\n%s", error, error.log_tail)
-            return False
-        except CanaryError as error:
-            logger.error("%s failed its canary: %s", name, error)
+        except EngineUnavailableError as error:
+            logger.error("%s", error)
             return False
         return True
 
@@ -233,28 +238,48 @@ class Worker:
             case asyncio.CancelledError():
                 if not held.lost:
                     await self._release(held, held.drop_reason or "the worker stops")
-            case NoEngineError() | ServiceUnreachableError():
+            case EngineUnavailableError() | ServiceUnreachableError():
                 await self._release(held, str(error) or type(error).__name__)
-            case StorageWriteError(full=True):
+            case StorageWriteError(full=True) | OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 await self._release(held, str(error))
-                await self._pause(_SPACE_PAUSE_S)
+                await self._wait_for_space(held.lease)
             case PlanError():
                 await self._fail(held, error.code, error.reason, error.retryable)
-            case EngineDownError():
-                await self._fail(held, "engine_died", str(error), True)
+            case EngineKeepsDyingError():
+                await self._fail(held, "engine_keeps_dying", str(error), True)
             case StorageWriteError() | OSError():
                 await self._fail(held, "storage_error", str(error), True)
             case _:
                 logger.error("%s failed", task, exc_info=error)
                 await self._fail(held, "worker_error", f"{type(error).__name__}: {error}", True)
 
+    async def _report_incident(self, report: IncidentReport) -> None:
+        try:
+            await self._api.report_incident(report, REPORT_PATIENCE_S)
+        except (ServiceError, ServiceUnreachableError) as error:
+            logger.warning("incident %s stays on this machine: %s", report.id, error)
+
     async def _plan(self, held: HeldLease) -> None:
         facts = self._models[held.lease.model]
         await run_plan(self._api, self._keeper, held, self._storage, facts, facts.max_row_tokens)
 
+    async def _wait_for_space(self, lease: Lease) -> None:
+        """Claims nothing until the storage has room for the task again, with some to spare."""
+        needed = _SPACE_SPARE_BYTES + (lease.shard.bytes if lease.shard else 0)
+        self._waiting_for_space += 1
+        try:
+            logger.warning("waiting for space: %s needs %d bytes free in %s", lease.task, needed, self._storage)
+            while not self._stopping.is_set() and shutil.disk_usage(self._storage).free < needed:
+                await self._pause(_SPACE_PAUSE_S)
+        finally:
+            self._waiting_for_space -= 1
+
     async def _extract(self, held: HeldLease) -> None:
-        async with self._host.use(held.lease.model) as engine:
-            await Extraction(self._api, self._keeper, engine, self._host.budget, self._storage).run(held)
+        facts = self._models[held.lease.model]
+        extraction = Extraction(
+            self._api, self._keeper, self._host, facts, self._storage, self._settings.launch_timeout
+        )
+        await extraction.run(held)
 
     async def _release(self, held: HeldLease, reason: str) -> None:
         message = Release(**held.proof.model_dump(), reason=reason[:2000])

@@ -2,16 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
+from benchmarks.h200.shapes import VOCAB
 from layertap.layout import token_bytes
 from layertap.schemas.jobs import Final
 from layertap.schemas.shards import Pins
 from layertap.schemas.tasks import Lease, ShardCommit, ShardSpec, TaskKind
+from layertap.schemas.workers import ModelFacts
 from worker.engine.engine import Engine
 from worker.extract import Extraction
 from worker.inflight import InFlight
@@ -35,6 +39,24 @@ class _Service:
 
     async def row_errors(self, *args: object) -> None:
         raise RuntimeError(f"a row failed: {args}")
+
+
+class _Host:
+    """One engine that is there already."""
+
+    def __init__(self, engine: Engine, budget: InFlight) -> None:
+        self.budget = budget
+        self.last_incident = None
+        self._engine = engine
+
+    @asynccontextmanager
+    async def use(self, model: str) -> AsyncIterator[Engine]:
+        """The engine, whatever the model is called."""
+        yield self._engine
+
+    async def ensure(self, facts: ModelFacts) -> None:
+        """A benchmark whose engine dies is over."""
+        raise RuntimeError("the engine died")
 
 
 async def plain(engine: Engine, budget: InFlight, rows: list[np.ndarray], chunk: int, extra: dict[str, Any]) -> float:
@@ -67,7 +89,9 @@ async def extract(
     leases = [_lease(spec, layers) for spec in _shards(rows, per_token)]
     service = _Service()
     keeper = SimpleNamespace(phase=lambda *args, **kwargs: None)
-    extraction = Extraction(cast(Any, service), cast(Any, keeper), engine, budget, storage)
+    extraction = Extraction(
+        cast(Any, service), cast(Any, keeper), cast(Any, _Host(engine, budget)), _facts(engine), storage, 1.0
+    )
     lanes = asyncio.Semaphore(LANES)
 
     async def work(lease: Lease) -> None:
@@ -83,6 +107,14 @@ async def extract(
     if written != len(rows):
         raise RuntimeError(f"{written} of {len(rows)} rows were written")
     return seconds, sum(commit.bytes for commit in service.commits)
+
+
+def _facts(engine: Engine) -> ModelFacts:
+    report = engine.reports[0]
+    return ModelFacts(
+        name="-", path=engine.spec.model_path, num_layers=report.num_layers, hidden_size=report.hidden_size,
+        vocab_size=VOCAB, max_row_tokens=1 << 20, pins=PINS,
+    )  # fmt: skip
 
 
 def _shards(rows: list[np.ndarray], per_token: int) -> list[tuple[int, int, int, int]]:

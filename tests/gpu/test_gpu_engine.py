@@ -29,6 +29,7 @@ WITHIN = 0.02
 def spec_of(model: Path, chunk: int, tensor_parallel: int = 1) -> EngineSpec:
     return EngineSpec(
         model_path=str(model),
+        dtype="BF16",
         device="cuda",
         tensor_parallel=tensor_parallel,
         chunked_prefill_size=chunk,

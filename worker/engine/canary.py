@@ -7,6 +7,7 @@ buffer. An engine that fails it is refused.
 import numpy as np
 
 from layertap.schemas.workers import ModelFacts
+from worker.engine.client import EngineDownError, EngineRefusedError
 from worker.engine.engine import Engine
 from worker.engine.probe import ProbeError, probe
 
@@ -43,3 +44,14 @@ async def check(engine: Engine, facts: ModelFacts) -> None:
                     f"boundaries {boundaries[first]} and {boundaries[second]} are the same values: "
                     "the capture reads one buffer twice"
                 )
+
+
+async def check_unpatched(engine: Engine) -> None:
+    """Prefills a row that nobody captures: is the engine healthy without the patch? Raises `CanaryError`."""
+    row = np.arange(_TOKENS, dtype=np.int32) % 2
+    try:
+        (aborted,) = await engine.client.prefill(["baseline"], [row])
+    except (EngineDownError, EngineRefusedError) as error:
+        raise CanaryError(f"the unpatched engine could not prefill {len(row)} tokens: {error}") from error
+    if aborted is not None:
+        raise CanaryError(f"the unpatched engine aborted {len(row)} tokens: {aborted}")

@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 from worker import tied
@@ -23,7 +22,7 @@ from worker.engine import processes
 from worker.engine.client import EngineClient, EngineDownError, EngineInfo
 from worker.engine.spec import EngineSpec, command, environment
 from worker.patch.choice import make, patch_digest
-from worker.patch.installer import Applied
+from worker.patch.installer import UNPATCHED, Applied
 from worker.patch.package import PatchError, find_package
 
 logger = logging.getLogger(__name__)
@@ -36,11 +35,11 @@ _LOG_TAIL_LINES = 60
 
 
 class EngineLaunchError(Exception):
-    """The engine did not come up, or came up without the capture; the message says which, `log_tail` its last words."""
+    """The engine did not come up; the message says how far it came."""
 
-    def __init__(self, message: str, log_tail: str) -> None:
-        super().__init__(message)
-        self.log_tail = log_tail
+
+class EngineUnpatchedError(EngineLaunchError):
+    """The engine serves, but without the capture on every rank."""
 
 
 class EngineStopError(Exception):
@@ -57,7 +56,8 @@ class Engine:
         self.reports: list[Attached] = []
         self._port = _free_port()
         self._api_key = secrets.token_hex(24)
-        self._installer = make(spec.installer, find_package(), None if spec.patch_dir is None else Path(spec.patch_dir))
+        patch_dir = None if spec.patch_dir is None else Path(spec.patch_dir)
+        self._installer = make(spec.installer, find_package(), patch_dir) if spec.installer else None
         self._process: subprocess.Popen[bytes] | None = None
         self.client = EngineClient(self._port, self._api_key, prefill_timeout)
 
@@ -71,27 +71,61 @@ class Engine:
         """Whether the server process runs."""
         return self._process is not None and self._process.poll() is None
 
-    async def launch(self, timeout: float) -> None:
-        """Starts the server; returns once it serves and every rank reported in. Raises `EngineLaunchError`."""
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, which leads the engine's session and process group."""
+        return None if self._process is None else self._process.pid
+
+    def log_bytes(self) -> int:
+        """How long the log is."""
+        try:
+            return self.log_path.stat().st_size
+        except OSError:
+            return 0
+
+    async def start(self) -> None:
+        """Puts the patch in place and starts the server. Raises `EngineLaunchError`. `stop` must follow, always."""
         shutil.rmtree(self.directory, ignore_errors=True)
         for folder in (self.directory, attached_dir(self.directory), sessions_dir(self.directory)):
             folder.mkdir(parents=True, exist_ok=True)
+        self._process = self._spawn(await self._patched())
+        logger.info("engine launching: %s on port %d, log %s", self.spec.model_path, self._port, self.log_path)
+
+    async def until_serving(self) -> None:
+        """Returns once the server answers and every rank has reported in. Raises `EngineLaunchError`. Unbounded."""
+        while not await self.client.serving():
+            if not self.alive:
+                code = None if self._process is None else self._process.returncode
+                raise EngineLaunchError(f"the engine ended while launching (exit code {code})")
+            await asyncio.sleep(_POLL_S)
+        self._check_attached()
         try:
-            self._process = self._start(await self._patched())
-            logger.info("engine launching: %s on port %d, log %s", self.spec.model_path, self._port, self.log_path)
-            await self._wait_serving(timeout)
-            await self._check_attached()
+            self.info = await self.client.info()
+        except EngineDownError as error:
+            raise EngineLaunchError(f"the engine stopped answering: {error}") from error
+
+    async def launch(self, timeout: float) -> None:
+        """Starts the server and returns once it serves; stops it again if that fails. Raises `EngineLaunchError`."""
+        try:
+            await self.start()
+            async with asyncio.timeout(timeout):
+                await self.until_serving()
+        except TimeoutError as error:
+            await self.stop()
+            raise EngineLaunchError(f"the engine did not serve within {timeout:.0f} s") from error
         except BaseException:
             await self.stop()
             raise
 
     async def _patched(self) -> Applied:
+        if self._installer is None:
+            return UNPATCHED
         try:
             return await asyncio.to_thread(self._installer.apply)
         except PatchError as error:
-            raise EngineLaunchError(f"the capture cannot be installed: {error}", "") from error
+            raise EngineLaunchError(f"the capture cannot be installed: {error}") from error
 
-    def _start(self, applied: Applied) -> "subprocess.Popen[bytes]":
+    def _spawn(self, applied: Applied) -> "subprocess.Popen[bytes]":
         argv = tied.command(os.getpid(), command(self.spec, self._port, self._api_key, applied))
         env = environment(self.spec, os.environ, self.directory, applied)
         with self.log_path.open("wb") as log:
@@ -99,30 +133,17 @@ class Engine:
                 argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    async def _wait_serving(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not await self.client.serving():
-            if not self.alive:
-                code = None if self._process is None else self._process.returncode
-                raise EngineLaunchError(f"the engine ended while launching (exit code {code})", self.log_tail())
-            if time.monotonic() > deadline:
-                raise EngineLaunchError(f"the engine did not serve within {timeout:.0f} s", self.log_tail())
-            await asyncio.sleep(_POLL_S)
-
-    async def _check_attached(self) -> None:
+    def _check_attached(self) -> None:
         self.reports = read_reports(self.directory)
+        if self._installer is None:
+            return
         if len(self.reports) != self.spec.tensor_parallel:
-            raise EngineLaunchError(
+            raise EngineUnpatchedError(
                 f"the capture reported in on {len(self.reports)} of {self.spec.tensor_parallel} ranks: "
-                "the engine runs unpatched",
-                self.log_tail(),
+                "the engine runs unpatched"
             )
         if any(report.pp_size > 1 for report in self.reports):
-            raise EngineLaunchError("pipeline parallelism is not supported; use tensor parallelism", self.log_tail())
-        try:
-            self.info = await self.client.info()
-        except EngineDownError as error:
-            raise EngineLaunchError(f"the engine stopped answering: {error}", self.log_tail()) from error
+            raise EngineLaunchError("pipeline parallelism is not supported; use tensor parallelism")
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of the log."""
@@ -141,10 +162,16 @@ class Engine:
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
-            self._end(process)
         try:
-            self._installer.revert()
+            if process is not None:
+                self._end(process)
+        finally:
+            self._revert()
+
+    def _revert(self) -> None:
+        try:
+            if self._installer is not None:
+                self._installer.revert()
         except PatchError as error:
             raise EngineStopError(f"the engine has ended, but its patch stays in: {error}") from error
 
@@ -161,6 +188,7 @@ class Engine:
     def describe(self) -> dict[str, object]:
         """What the manifest says of the engine."""
         assert self.info is not None
+        assert self._installer is not None
         first = self.reports[0]
         return {
             "engine": "sglang",

@@ -1,46 +1,88 @@
-"""Which engine runs: one at a time, kept warm between tasks and jobs of the same model, replaced when another is
-asked for.
+"""Which engine runs: one at a time, kept warm between tasks and jobs of the same model, watched from launch to end.
 
-Tasks use it side by side; a change of model waits until none does. An engine that has died is used by nobody again.
+Tasks use it side by side; a change of model waits until none does. A sick engine is ended with its evidence kept, and
+nobody uses it again; a launch that fails is tried in other ways until it is known what was to blame.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
+from layertap.schemas.incidents import Blame, IncidentReport
 from layertap.schemas.workers import ModelFacts
-from worker.engine.canary import check
-from worker.engine.engine import Engine
+from worker.engine.canary import check, check_unpatched
+from worker.engine.engine import Engine, EngineStopError
 from worker.engine.spec import EngineSpec
 from worker.inflight import InFlight
-from worker.patch.choice import choose
+from worker.patch.choice import choose, offers
+from worker.patch.installer import InstallerName
 from worker.patch.package import find_package
 from worker.settings import Settings
+from worker.watchdog.attribution import Attempt, Settled, next_step
+from worker.watchdog.guard import Guard
+from worker.watchdog.incident import Draft
+from worker.watchdog.rules import Limits, Phase, Verdict
 
 logger = logging.getLogger(__name__)
 
 _INFLIGHT_CHUNKS = 4
+_RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
+
+Report = Callable[[IncidentReport], Awaitable[None]]
 
 
 class NoEngineError(Exception):
     """No engine serves the asked model."""
 
 
-class EngineHost:
-    """Owns the worker's engine."""
+class EngineUnavailableError(Exception):
+    """The model cannot be served here and now; the message says why, and when it is tried again."""
 
-    def __init__(self, settings: Settings, device: str, chunk: int) -> None:
+
+@dataclass
+class _Breaker:
+    """After failed launches of a model, no new one is tried before `retry_at`: one try is let through then."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+
+    def trip(self, reason: str) -> None:
+        self.failures += 1
+        self.reason = reason
+        self.retry_at = time.monotonic() + min(_RETRY_FIRST_S * 2**self.failures, _RETRY_MOST_S)
+
+
+class EngineHost:
+    """Owns the worker's engine. `report` is told of each incident, `tasks` names the tasks in hand."""
+
+    def __init__(
+        self, settings: Settings, device: str, chunk: int, worker: str, report: Report, tasks: Callable[[], list[str]]
+    ) -> None:
         self._settings = settings
         self._device = device
+        self._worker = worker
+        self._report = report
+        self._tasks = tasks
         self._engine: Engine | None = None
         self._facts: ModelFacts | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._users = 0
         self._idle = asyncio.Condition()
         self._started = 0
+        self._breakers: dict[str, _Breaker] = {}
+        self._limits = Limits(
+            launch_quiet=settings.launch_quiet,
+            launch_total=settings.launch_timeout,
+            check_total=settings.check_timeout,
+            serving_quiet=settings.stall_timeout,
+        )
         self.budget = InFlight(settings.max_inflight_tokens or _INFLIGHT_CHUNKS * chunk)
         self.status = "no engine"
+        self.last_incident: str | None = None
 
     @property
     def model(self) -> str | None:
@@ -49,27 +91,24 @@ class EngineHost:
         return self._facts.name if usable and self._facts is not None else None
 
     async def ensure(self, facts: ModelFacts) -> None:
-        """Makes the engine serve that model, once nobody uses another. Raises `EngineLaunchError` or `CanaryError`."""
+        """Makes the engine serve that model, once nobody uses another. Raises `EngineUnavailableError`."""
         async with self._idle:
+            await self._idle.wait_for(lambda: self.model == facts.name or self._users == 0)
             if self.model == facts.name:
                 return
-            await self._idle.wait_for(lambda: self._users == 0)
-            if self.model == facts.name:
-                return
-            await self._stop()
-            self.status = f"loading {facts.name}"
-            self._started += 1
-            engine = Engine(self._spec(facts), self._directory(self._started), self._settings.stall_timeout)
+            breaker = self._breakers.setdefault(facts.name, _Breaker())
+            wait = breaker.retry_at - time.monotonic()
+            if wait > 0:
+                raise EngineUnavailableError(f"{breaker.reason}; tried again in {wait:.0f} s")
+            await self._after_sickness()
+            await self._end_engine()
             try:
-                await engine.launch(self._settings.launch_timeout)
-                self._engine = engine
-                self.status = f"checking {facts.name}"
-                await check(engine, facts)
-            except BaseException as error:
-                self.status = f"could not serve {facts.name}: {error}"
-                await self._stop()
+                await self._bring_up(facts)
+            except EngineUnavailableError as error:
+                breaker.trip(str(error))
+                self.status = f"unhealthy: {error}"
                 raise
-            self._facts = facts
+            self._breakers.pop(facts.name, None)
             self.status = f"serving {facts.name}"
 
     @asynccontextmanager
@@ -77,7 +116,7 @@ class EngineHost:
         """The engine, kept for as long as the block runs. Raises `NoEngineError` if it does not serve `model`."""
         engine = self._engine
         if self.model != model or engine is None:
-            raise NoEngineError(model)
+            raise NoEngineError(f"no engine serves {model}")
         self._users += 1
         try:
             yield engine
@@ -87,10 +126,106 @@ class EngineHost:
 
     async def stop(self) -> None:
         """Ends the engine, used or not."""
-        await self._stop()
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        await self._end_engine()
         self.status = "no engine"
 
-    async def _stop(self) -> None:
+    async def _bring_up(self, facts: ModelFacts) -> None:
+        """Starts engines until one serves or it is known why none does, one incident for the first failure."""
+        spec = self._spec(facts)
+        ways = self._ways(spec)
+        attempts: list[Attempt] = []
+        draft: Draft | None = None
+        while not isinstance(step := next_step(attempts, ways), Settled):
+            way = next((name for name in ways if name == step.installer), None)
+            self.status = f"loading {facts.name}" + ("" if way else " unpatched, to see whom to blame")
+            failure = await self._start(facts, replace(spec, installer=way))
+            attempts.append(Attempt(way, failure is None))
+            if failure is not None and draft is None:
+                draft = failure
+            if draft is not None:
+                how = "unpatched" if way is None else f"patched by {way}"
+                draft.tried.append(f"{how}: {'healthy' if failure is None else failure.verdict.reason}"[:1000])
+        if draft is not None:
+            await self._publish(draft, step.blame)
+        if not step.serving:
+            reason = draft.verdict.reason if draft is not None else "no engine came up"
+            raise EngineUnavailableError(f"{facts.name} cannot be served ({step.blame.value} to blame): {reason}")
+
+    async def _start(self, facts: ModelFacts, spec: EngineSpec) -> Draft | None:
+        """One start under watch: None when the engine is up (kept, if patched), else what is known of the failure."""
+        self._started += 1
+        directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
+        engine = Engine(spec, directory, self._settings.stall_timeout)
+        guard = Guard(engine, self._limits, lambda: self.budget.used)
+        healthy = False
+        try:
+            verdict = await self._launch(engine, guard, facts)
+            healthy = verdict is None
+            if verdict is not None:
+                return await self._keep(guard, verdict, facts.name)
+        finally:
+            if not healthy or spec.installer is None:
+                await engine.stop()
+        if spec.installer is not None:
+            self._engine, self._facts = engine, facts
+            guard.enter(Phase.IDLE)
+            self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name))
+        return None
+
+    async def _launch(self, engine: Engine, guard: Guard, facts: ModelFacts) -> Verdict | None:
+        async def come_up() -> None:
+            await engine.start()
+            await engine.until_serving()
+
+        verdict = await guard.through(come_up())
+        if verdict is not None:
+            return verdict
+        guard.enter(Phase.SELF_CHECK)
+        self.status = f"checking {facts.name}"
+        return await guard.through(check_unpatched(engine) if engine.spec.installer is None else check(engine, facts))
+
+    async def _watch_over(self, engine: Engine, guard: Guard, model: str) -> None:
+        """Ends the engine once it is sick, evidence first, and reports the incident."""
+        verdict = await guard.until_sick()
+        logger.error("engine of %s is sick: %s", model, verdict.reason)
+        self.status = f"ending a sick engine: {verdict.reason}"
+        draft = await self._keep(guard, verdict, model)
+        self._engine, self._facts = None, None
+        left = 0
+        try:
+            await engine.stop()
+        except EngineStopError as error:
+            left = 1
+            draft.tried.append(f"could not be ended: {error}"[:1000])
+            logger.critical("%s", error)
+        draft.processes_left = left
+        self.status = "no engine"
+        await self._publish(draft, Blame.UNKNOWN)
+
+    async def _keep(self, guard: Guard, verdict: Verdict, model: str) -> Draft:
+        return Draft.of(self._worker, model, self._tasks(), guard.phase, verdict, await guard.evidence())
+
+    async def _publish(self, draft: Draft, blame: Blame) -> None:
+        report = draft.report(blame)
+        self.last_incident = report.id
+        Draft.save(report, self._settings.run_dir / "incidents")
+        await self._report(report)
+
+    async def _after_sickness(self) -> None:
+        """Waits until a sick engine has been ended and reported; a healthy one's watch is called off."""
+        if self._watch is None:
+            return
+        if self._engine is not None and self._engine.alive:
+            self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
+        self._watch = None
+
+    async def _end_engine(self) -> None:
         engine, self._engine, self._facts = self._engine, None, None
         if engine is not None:
             await engine.stop()
@@ -99,8 +234,11 @@ class EngineHost:
         async with self._idle:
             self._idle.notify_all()
 
-    def _directory(self, number: int) -> Path:
-        return self._settings.run_dir.resolve() / f"engine-{number}"
+    def _ways(self, spec: EngineSpec) -> list[InstallerName]:
+        assert spec.installer is not None
+        if self._settings.installer != "auto":
+            return [spec.installer]
+        return offers(find_package())
 
     def _spec(self, facts: ModelFacts) -> EngineSpec:
         settings = self._settings

@@ -33,7 +33,7 @@ class EngineSpec:
     extra_args: tuple[str, ...]
     pool_bytes: int
     engine_version: str
-    installer: InstallerName = "plugin"
+    installer: InstallerName | None = "plugin"
     patch_dir: str | None = None
 
 

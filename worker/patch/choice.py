@@ -20,7 +20,7 @@ _NEEDS = {
 
 def choose(asked: Literal["auto"] | InstallerName, package: Path) -> InstallerName:
     """The installer asked for, else the first that this SGLang offers. Raises `PatchError` where it does not."""
-    offered = [name for name in INSTALLERS if (package / _NEEDS[name]).is_file()]
+    offered = offers(package)
     if asked == "auto":
         if not offered:
             raise PatchError(f"{package} offers no way in for the capture; install SGLang 0.5.9 or newer")
@@ -29,6 +29,11 @@ def choose(asked: Literal["auto"] | InstallerName, package: Path) -> InstallerNa
         remedy = " or ".join(offered) or "SGLang 0.5.9 or newer"
         raise PatchError(f"--installer {asked}: {package} has no {_NEEDS[asked]}; use {remedy}")
     return asked
+
+
+def offers(package: Path) -> list[InstallerName]:
+    """The installers that this SGLang has something for to hold on to, the least invasive first."""
+    return [name for name in INSTALLERS if (package / _NEEDS[name]).is_file()]
 
 
 def make(name: InstallerName, package: Path, root: Path | None = None) -> Installer:

@@ -14,13 +14,17 @@ INSTALLERS: tuple[InstallerName, ...] = get_args(InstallerName)
 class Applied:
     """What the engine must be started with for the patch to take hold.
 
-    `plugins` are names for `SGLANG_PLUGINS`, whatever else that lists.
+    `installer` None leaves the engine unpatched; `plugins` are names for `SGLANG_PLUGINS`, whatever else that lists.
     """
 
-    installer: InstallerName
+    installer: InstallerName | None
     arguments: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+UNPATCHED = Applied(installer=None)
+"""The engine as it is, without the capture: the baseline that tells the patch's faults from the environment's."""
 
 
 class Installer(Protocol):

@@ -28,7 +28,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Settled:
-    """Nothing more to try: either the last start serves (`serving`), or nothing does. `blame` is for the first failure."""
+    """Nothing more to try. `serving`: the last start serves, else nothing does; `blame` is for the first failure."""
 
     blame: Blame
     serving: bool

@@ -1,4 +1,4 @@
-"""Looking at an engine from outside, through /proc: what its processes are, have done, and hold. Never blocks on them."""
+"""Looking at an engine from outside, through /proc: what its processes are, have done, and hold."""
 
 import os
 from dataclasses import dataclass

@@ -1,0 +1,150 @@
+"""A shard's prefill over as many engines as it takes: rows that are written stay written when an engine dies.
+
+After a death the rows that were in flight are tried again with nothing beside them, halved while the engine dies again,
+until the row that kills it stands alone and is set aside. Everything else goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from layertap.layout import ShardLayout
+from layertap.schemas.jobs import Final
+from layertap.schemas.workers import ModelFacts
+from worker.capture.rid import Rid, mask
+from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
+from worker.engine.client import EngineDownError
+from worker.engine.engine import Engine
+from worker.engine.host import EngineHost, NoEngineError
+from worker.engine.spec import chunk_tokens
+from worker.leases import HeldLease, LeaseKeeper
+from worker.prefill import Prefill, RowFailure
+from worker.suspects import Suspects
+
+logger = logging.getLogger(__name__)
+
+_PREFILL_GRACE_S = 60.0
+_MOST_ENGINES = 40
+"""Engines one lease may wear out: enough to find several rows that kill among many in flight."""
+
+
+class EngineKeepsDyingError(Exception):
+    """The engine died too often for one lease."""
+
+
+@dataclass
+class ShardPrefill:
+    """One lease's way through the engine. `rows` are the token ids [S_i], int32; `partial` is the laid-out file."""
+
+    host: EngineHost
+    keeper: LeaseKeeper
+    facts: ModelFacts
+    held: HeldLease
+    layout: ShardLayout
+    partial: Path
+    rows: Sequence[npt.NDArray[np.int32]]
+    restart_seconds: float
+    failures: dict[int, RowFailure] = field(default_factory=dict)
+    engine: dict[str, object] = field(default_factory=dict)
+    _suspects: Suspects = field(default_factory=Suspects)
+    _written: set[int] = field(default_factory=set)
+    _nonfinite: dict[int, int] = field(default_factory=dict)
+
+    async def run(self) -> dict[int, RowFailure]:
+        """Why each failed row failed, by index; every other row is in the file, and `engine` says what wrote it.
+
+        Raises `EngineKeepsDyingError`, `EngineUnavailableError`, `StorageWriteError`.
+        """
+        for _ in range(_MOST_ENGINES):
+            try:
+                async with self.host.use(self.facts.name) as engine:
+                    await self._with(engine)
+                break
+            except (EngineDownError, NoEngineError) as error:
+                logger.warning("%s: %s", self.held.lease.task, error)
+            self.keeper.phase(self.held, "engine restart", self.restart_seconds)
+            await self.host.ensure(self.facts)
+        else:
+            raise EngineKeepsDyingError(f"the engine died {_MOST_ENGINES} times under this task")
+        for row, count in self._nonfinite.items():
+            self.failures.setdefault(row, RowFailure("non_finite", f"{count} tokens hold a NaN or an infinity"))
+        return self.failures
+
+    async def _with(self, engine: Engine) -> None:
+        """Prefills what is left on this engine. Raises `EngineDownError` with the suspects brought up to date."""
+        lease = self.held.lease
+        rid = Rid(mask(lease.layers), lease.final is Final.POST_NORM, lease.task, lease.generation, 0, 0)
+        ledger = self._ledger(engine, rid)
+        publish(engine.directory, rid.session, _session(self.partial, ledger, self.layout))
+        self.keeper.phase(self.held, "prefill", _PREFILL_GRACE_S, ledger.path)
+        batch_tokens = chunk_tokens(engine.spec.chunked_prefill_size, engine.spec.device)
+        work = Prefill(engine.client, self.host.budget, self.held, ledger, rid, batch_tokens, self.failures)
+        finished = False
+        try:
+            await self._clear_suspects(work)
+            try:
+                await work.run(self.rows, self._left())
+            except EngineDownError:
+                self._suspects.accuse(work.in_flight)
+                raise
+            finished = True
+            self.engine = engine.describe()
+            self.host.budget.recover()
+        finally:
+            self._remember(ledger)
+            ledger.close_session()
+            withdraw(engine.directory, rid.session)
+            if not finished:
+                with suppress(EngineDownError):
+                    await asyncio.shield(engine.client.abort(rid.lease_prefix))
+
+    async def _clear_suspects(self, work: Prefill) -> None:
+        while group := [row for row in self._suspects.group if row not in self._written]:
+            try:
+                await work.run_alone(self.rows, group)
+            except EngineDownError:
+                self._convict()
+                raise
+            self._suspects.cleared()
+
+    def _convict(self) -> None:
+        self._suspects.convicted()
+        for row in self._suspects.guilty:
+            incident = self.host.last_incident
+            where = f"; see incident {incident}" if incident else ""
+            self.failures.setdefault(
+                row, RowFailure("kills_engine", f"the engine died or hung with this row alone in flight{where}")
+            )
+
+    def _left(self) -> list[int]:
+        return [i for i in range(len(self.rows)) if i not in self._written and i not in self.failures]
+
+    def _ledger(self, engine: Engine, rid: Rid) -> Ledger:
+        ledger = Ledger.create(sessions_dir(engine.directory) / f"{rid.session}.ledger", self.layout.lengths)
+        for row in self._written:
+            ledger.written[row] = ledger.lengths[row]
+        return ledger
+
+    def _remember(self, ledger: Ledger) -> None:
+        for row in np.flatnonzero(ledger.written == ledger.lengths).tolist():
+            self._written.add(row)
+            if ledger.nonfinite[row]:
+                self._nonfinite[row] = int(ledger.nonfinite[row])
+
+
+def _session(partial: Path, ledger: Ledger, layout: ShardLayout) -> Session:
+    final = layout.tensors.get("final_hidden_state")
+    return Session(
+        file=str(partial.resolve()),
+        ledger=str(ledger.path.resolve()),
+        hidden_start=layout.tensors["hidden_states"].start,
+        hidden_token_bytes=layout.hidden_token_bytes,
+        final_start=None if final is None else final.start,
+        final_token_bytes=layout.final_token_bytes,
+    )

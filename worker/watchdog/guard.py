@@ -1,0 +1,109 @@
+"""Watches one engine from launch to end and says when it is sick. Looks once a second, from a thread of its own."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from layertap.schemas.incidents import Evidence, IncidentKind
+from worker.capture.session import Ledger, LedgerError, sessions_dir
+from worker.engine.canary import CanaryError
+from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
+from worker.watchdog.evidence import gather
+from worker.watchdog.observe import engine_processes, gpu_bytes_used
+from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
+
+LOOK_EVERY_S = 1.0
+
+
+class Guard:
+    """The watchdog of one engine. `in_flight` says how many tokens it has been given and not yet delivered."""
+
+    def __init__(self, engine: Engine, limits: Limits, in_flight: Callable[[], int]) -> None:
+        self.engine = engine
+        self._limits = limits
+        self._in_flight = in_flight
+        self._trace = Trace(Phase.LAUNCHING, time.monotonic())
+
+    def enter(self, phase: Phase) -> None:
+        """The engine is in that phase now."""
+        self._trace.enter(phase, time.monotonic())
+
+    @property
+    def phase(self) -> Phase:
+        """The phase the engine is in."""
+        return self._trace.phase
+
+    async def until_sick(self) -> Verdict:
+        """Looks until the engine is found sick. In `idle` and `serving` it tells the two apart by itself."""
+        while True:
+            observation = await asyncio.to_thread(self._look)
+            now = time.monotonic()
+            if self.phase in (Phase.IDLE, Phase.SERVING):
+                self._trace.enter(Phase.SERVING if observation.in_flight else Phase.IDLE, now)
+            self._trace.record(observation, now)
+            verdict = decide(self._trace, self._limits, now)
+            if verdict is not None:
+                return verdict
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def through(self, step: Coroutine[Any, Any, None]) -> Verdict | None:
+        """Runs a step of coming up under watch: None when it succeeds, else what went wrong."""
+        task, watch = asyncio.create_task(step), asyncio.create_task(self.until_sick())
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return watch.result()
+            return _verdict_of(task.exception(), self.phase)
+        finally:
+            for each in (task, watch):
+                each.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+
+    async def evidence(self) -> Evidence:
+        """What there is to keep of the engine before it is killed."""
+        signals = self._trace.describe(time.monotonic())
+        spec = {name: str(value) for name, value in self.engine.spec.__dict__.items()}
+        return await asyncio.to_thread(
+            gather, self.engine.directory, self.engine.pid, self.engine.log_path, signals, spec
+        )
+
+    def _look(self) -> Observation:
+        engine = self.engine
+        seen = engine_processes(engine.directory, engine.pid)
+        gpu = gpu_bytes_used()
+        return Observation(
+            # Before it is spawned it has not died.
+            server_alive=engine.pid is None or engine.alive,
+            group=len(seen),
+            log_bytes=engine.log_bytes(),
+            cpu_seconds=sum(process.cpu_seconds for process in seen),
+            read_bytes=sum(process.read_bytes for process in seen),
+            memory_bytes=sum(process.rss_bytes for process in seen) + (gpu or 0),
+            tokens_captured=_captured(engine),
+            in_flight=self._in_flight(),
+        )
+
+
+def _verdict_of(error: BaseException | None, phase: Phase) -> Verdict | None:
+    match error:
+        case None:
+            return None
+        case EngineUnpatchedError():
+            return Verdict(IncidentKind.UNPATCHED, str(error))
+        case EngineLaunchError():
+            return Verdict(IncidentKind.DIED_LAUNCHING, str(error))
+        case CanaryError():
+            return Verdict(IncidentKind.FAILED_CHECK, str(error))
+        case _:
+            raise error
+
+
+def _captured(engine: Engine) -> int:
+    total = 0
+    for path in sessions_dir(engine.directory).glob("*.ledger"):
+        try:
+            total += Ledger.open(path).progress()[1]
+        except (OSError, LedgerError, ValueError):
+            continue
+    return total
