@@ -15,7 +15,7 @@ import torch
 from worker.capture import addressing
 from worker.capture.hooks import HookCapture, find_stack
 from worker.capture.host_copy import Copier
-from worker.capture.installed import RUN_DIR_VARIABLE, active
+from worker.capture.installed import RUN_DIR_VARIABLE, active, show_stacks_on_signal
 from worker.capture.report import Attached, write_report
 from worker.capture.rid import unmask
 from worker.capture.writer import Writer
@@ -38,6 +38,7 @@ def attach_from(installer: str, runner: Any) -> None:
 
 def attach(runner: Any, run_dir: Path, installer: str) -> None:
     """Puts the capture on a loaded model runner and reports in. Raises if the model cannot be captured."""
+    show_stacks_on_signal()
     rank, size, pp_size = _parallel(runner)
     stack = find_stack(runner.model)
     writes = rank == 0

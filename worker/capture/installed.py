@@ -1,6 +1,8 @@
 """Which attachment point may act in this process. Imports nothing heavy: it is asked in every process of an engine."""
 
+import faulthandler
 import os
+import signal
 
 RUN_DIR_VARIABLE = "LAYERTAP_RUN_DIR"
 INSTALLER_VARIABLE = "LAYERTAP_INSTALLER"
@@ -10,3 +12,8 @@ INSTALLER_VARIABLE = "LAYERTAP_INSTALLER"
 def active(installer: str) -> bool:
     """Whether a worker started this engine, and patched it with that installer."""
     return bool(os.environ.get(RUN_DIR_VARIABLE)) and os.environ.get(INSTALLER_VARIABLE) == installer
+
+
+def show_stacks_on_signal() -> None:
+    """Has SIGUSR1 write every thread's stack to the log: evidence where the kernel lets no debugger look."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)

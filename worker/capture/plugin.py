@@ -5,7 +5,7 @@ The capture is attached right after `ModelRunner.load_model`, whose weights may 
 
 from typing import Any
 
-from worker.capture.installed import active
+from worker.capture.installed import active, show_stacks_on_signal
 
 _LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
@@ -14,6 +14,7 @@ def register() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
     if not active("plugin"):
         return
+    show_stacks_on_signal()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_LOAD_MODEL, _after_load, HookType.AFTER)

@@ -32,6 +32,7 @@ _POLL_S = 0.2
 _TERM_S = 3.0
 _KILL_S = 10.0
 _LOG_TAIL_LINES = 60
+_LOG_BYTES = 64 << 20
 
 
 class EngineLaunchError(Exception):
@@ -83,6 +84,12 @@ class Engine:
         except OSError:
             return 0
 
+    def rotate_log(self) -> None:
+        """Moves a log that has grown too long aside, as `engine.log.1`, and goes on with an empty one."""
+        if self.log_bytes() > _LOG_BYTES:
+            shutil.copyfile(self.log_path, self.log_path.with_suffix(".log.1"))
+            os.truncate(self.log_path, 0)
+
     async def start(self) -> None:
         """Puts the patch in place and starts the server. Raises `EngineLaunchError`. `stop` must follow, always."""
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -128,7 +135,8 @@ class Engine:
     def _spawn(self, applied: Applied) -> "subprocess.Popen[bytes]":
         argv = tied.command(os.getpid(), command(self.spec, self._port, self._api_key, applied))
         env = environment(self.spec, os.environ, self.directory, applied)
-        with self.log_path.open("wb") as log:
+        # Appending, so that the log can be cut short under the running engine.
+        with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from layertap.schemas.incidents import Blame, IncidentReport
+from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
 from layertap.schemas.workers import ModelFacts
 from worker.engine.canary import check, check_unpatched
 from worker.engine.engine import Engine, EngineStopError
@@ -24,11 +24,13 @@ from worker.settings import Settings
 from worker.watchdog.attribution import Attempt, Settled, next_step
 from worker.watchdog.guard import Guard
 from worker.watchdog.incident import Draft
+from worker.watchdog.observe import gpu_bytes_used
 from worker.watchdog.rules import Limits, Phase, Verdict
 
 logger = logging.getLogger(__name__)
 
 _INFLIGHT_CHUNKS = 4
+_GPU_LOOKS, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 40, 0.5, 64 << 20
 _RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
 
 Report = Callable[[IncidentReport], Awaitable[None]]
@@ -158,6 +160,7 @@ class EngineHost:
     async def _start(self, facts: ModelFacts, spec: EngineSpec) -> Draft | None:
         """One start under watch: None when the engine is up (kept, if patched), else what is known of the failure."""
         self._started += 1
+        before = await asyncio.to_thread(gpu_bytes_used)
         directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
         engine = Engine(spec, directory, self._settings.stall_timeout)
         guard = Guard(engine, self._limits, lambda: self.budget.used)
@@ -165,15 +168,17 @@ class EngineHost:
         try:
             verdict = await self._launch(engine, guard, facts)
             healthy = verdict is None
-            if verdict is not None:
-                return await self._keep(guard, verdict, facts.name)
+            draft = None if verdict is None else await self._keep(guard, verdict, facts.name)
         finally:
             if not healthy or spec.installer is None:
                 await engine.stop()
+        if draft is not None:
+            draft.gpu_bytes_left = await _gpu_bytes_left(before)
+            return draft
         if spec.installer is not None:
             self._engine, self._facts = engine, facts
             guard.enter(Phase.IDLE)
-            self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name))
+            self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name, before))
         return None
 
     async def _launch(self, engine: Engine, guard: Guard, facts: ModelFacts) -> Verdict | None:
@@ -188,7 +193,7 @@ class EngineHost:
         self.status = f"checking {facts.name}"
         return await guard.through(check_unpatched(engine) if engine.spec.installer is None else check(engine, facts))
 
-    async def _watch_over(self, engine: Engine, guard: Guard, model: str) -> None:
+    async def _watch_over(self, engine: Engine, guard: Guard, model: str, before: int | None) -> None:
         """Ends the engine once it is sick, evidence first, and reports the incident."""
         verdict = await guard.until_sick()
         logger.error("engine of %s is sick: %s", model, verdict.reason)
@@ -203,6 +208,9 @@ class EngineHost:
             draft.tried.append(f"could not be ended: {error}"[:1000])
             logger.critical("%s", error)
         draft.processes_left = left
+        draft.gpu_bytes_left = await _gpu_bytes_left(before)
+        if draft.verdict.kind is IncidentKind.OUT_OF_MEMORY:
+            self.budget.halve()
         self.status = "no engine"
         await self._publish(draft, Blame.UNKNOWN)
 
@@ -255,3 +263,16 @@ class EngineHost:
             installer=choose(settings.installer, find_package()),
             patch_dir=None if settings.patch_dir is None else str(settings.patch_dir.resolve()),
         )
+
+
+async def _gpu_bytes_left(before: int | None) -> int | None:
+    """GPU memory in use beyond what was before the engine, once it has had time to come back; None without a GPU."""
+    if before is None:
+        return None
+    left = 0
+    for _ in range(_GPU_LOOKS):
+        left = (await asyncio.to_thread(gpu_bytes_used) or 0) - before
+        if left <= _GPU_SLACK_BYTES:
+            break
+        await asyncio.sleep(_GPU_LOOK_EVERY_S)
+    return left

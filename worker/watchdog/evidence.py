@@ -93,12 +93,22 @@ def _stack(pid: int, deadline: float) -> str:
 
 def _ask_by_signal(seen: list[Seen]) -> None:
     for process in seen:
-        if "sglang" in process.command:
+        if _catches(process.pid, signal.SIGUSR1):
             try:
                 os.kill(process.pid, signal.SIGUSR1)
             except ProcessLookupError:
                 continue
     time.sleep(_SIGNAL_WAIT_S)
+
+
+def _catches(pid: int, sig: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal; one that has none would die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (sig - 1) & 1)
 
 
 def _fit(evidence: Evidence) -> Evidence:

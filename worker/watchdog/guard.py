@@ -70,6 +70,7 @@ class Guard:
 
     def _look(self) -> Observation:
         engine = self.engine
+        engine.rotate_log()
         seen = engine_processes(engine.directory, engine.pid)
         gpu = gpu_bytes_used()
         return Observation(

@@ -35,6 +35,7 @@ class Draft:
     happened_at: datetime
     tried: list[str] = field(default_factory=list)
     processes_left: int = 0
+    gpu_bytes_left: int | None = None
 
     @classmethod
     def of(
@@ -58,6 +59,7 @@ class Draft:
             blame=blame,
             tried=self.tried,
             processes_left=self.processes_left,
+            gpu_bytes_left=self.gpu_bytes_left,
             evidence=self.evidence,
             happened_at=self.happened_at,
         )
