@@ -28,7 +28,7 @@ def resolve(layers: Sequence[int] | None, preset: Preset | None, num_layers: int
 
 
 def check(layers: Sequence[int], num_layers: int | None) -> list[int]:
-    """`layers` ascending, once they are known to be non-empty, unique, and within 0 … `num_layers` where that is known."""
+    """`layers` ascending, known to be non-empty, unique, and within 0 … `num_layers` where that is known."""
     if not layers:
         raise BoundaryError("layers is empty; name at least one boundary")
     repeated = sorted({k for k in layers if list(layers).count(k) > 1})

@@ -26,8 +26,8 @@ class TaskKind(StrEnum):
 class ClaimRequest(Schema):
     """Body of `POST /v1/tasks/claim`.
 
-    `request_id` makes the claim repeatable: the same id returns the same lease while that is held. `loaded_model` is the
-    name of the model in the engine, null before the first load. A worker asks for the kinds it has room for.
+    `request_id` makes the claim repeatable: the same id returns the same lease while that is held. `loaded_model` is
+    the name of the model in the engine, null before the first load. A worker asks for the kinds it has room for.
     """
 
     worker: str
