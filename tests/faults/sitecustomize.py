@@ -1,0 +1,134 @@
+"""Faults for tests: put on PYTHONPATH, this makes a real engine misbehave as the file named in the environment says.
+
+It acts in the processes of an engine only, and only while `LAYERTAP_TEST_FAULT` names a file that exists:
+`{"at": …, "do": …, "patched_only": …, "token": …, "once": …}`.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+FAULT = os.environ.get("LAYERTAP_TEST_FAULT", "")
+_RUNNER = "sglang.srt.model_executor.model_runner"
+_ORPHAN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def fault(at: str) -> dict[str, Any] | None:
+    """The fault that is switched on for this place, if any."""
+    try:
+        with open(FAULT) as file:
+            wanted: dict[str, Any] = json.load(file)
+    except OSError:
+        return None
+    if wanted["at"] != at or (wanted.get("patched_only") and not os.environ.get("LAYERTAP_INSTALLER")):
+        return None
+    if wanted.get("once"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(FAULT)
+    return wanted
+
+
+def commit(wanted: dict[str, Any]) -> None:
+    """Does what the fault says."""
+    match wanted["do"]:
+        case "spin":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(3600)
+        case "die":
+            os._exit(3)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "raise":
+            raise RuntimeError("a fault of the test")
+        case "orphan":
+            subprocess.Popen([sys.executable, "-c", _ORPHAN], start_new_session=True)
+        case "spin-kernel":
+            import torch
+
+            torch.cuda._sleep(1 << 46)
+            torch.cuda.synchronize()
+
+
+def _spoil_runner(module: ModuleType) -> None:
+    runner = module.ModelRunner
+    load, forward = runner.load_model, runner.forward
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if wanted := fault("load"):
+            commit(wanted)
+        return load(self, *args, **kwargs)
+
+    def spoiled_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = fault("forward")
+        token = wanted.get("token") if wanted else None
+        if wanted and (token is None or bool((forward_batch.input_ids == token).any())):
+            commit(wanted)
+        return forward(self, forward_batch, *args, **kwargs)
+
+    runner.load_model, runner.forward = load_model, spoiled_forward
+
+
+def _spoil_capture(module: ModuleType) -> None:
+    end = module.HookCapture._end
+
+    def spoiled_end(self: Any, *args: Any) -> None:
+        if (wanted := fault("capture")) and self._current is not None:
+            if wanted["do"] == "nan":
+                for piece in self._current.found:
+                    if piece.count == wanted["tokens"]:
+                        for state in self._current.states.values():
+                            state[piece.start : piece.start + piece.count] = float("nan")
+            else:
+                commit(wanted)
+        end(self, *args)
+
+    module.HookCapture._end = spoiled_end
+
+
+def _spoil_server(module: ModuleType) -> None:
+    startup = module.Server.startup
+
+    async def spoiled_startup(self: Any, *args: Any, **kwargs: Any) -> None:
+        if wanted := fault("port"):
+            commit(wanted)
+        await startup(self, *args, **kwargs)
+
+    module.Server.startup = spoiled_startup
+
+
+_SPOIL = {_RUNNER: _spoil_runner, "worker.capture.hooks": _spoil_capture, "uvicorn.server": _spoil_server}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the modules above load as ever, and spoils them right after."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _SPOIL:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_and_spoil(module: ModuleType) -> None:
+                execute(module)
+                _SPOIL[name](module)
+
+            spec.loader.exec_module = exec_and_spoil  # type: ignore[method-assign]
+        return spec
+
+
+if FAULT and os.environ.get("LAYERTAP_ENGINE_DEVICE"):
+    sys.meta_path.insert(0, _Finder())
