@@ -30,7 +30,7 @@ from worker.reference import relative_error, states
 HERE = Path(__file__).resolve().parent
 CONVERSATIONS = HERE / "conversations.jsonl"
 READY_SECONDS = 90.0
-JOB_SECONDS = 200.0
+JOB_SECONDS = 600.0
 STOP_SECONDS = 60.0
 WORST_ALLOWED = 0.02
 COMPARED_ROWS = 3

@@ -1,6 +1,6 @@
 """Faults for tests: put on PYTHONPATH, this makes a real engine misbehave as the file named in the environment says.
 
-It acts in the processes of an engine only, and only while `LAYERTAP_TEST_FAULT` names a file that exists:
+It acts in the processes of an engine only, and only while `TEST_ENGINE_FAULT` names a file that exists:
 `{"at": …, "do": …, "patched_only": …, "token": …, "once": …}`.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-FAULT = os.environ.get("LAYERTAP_TEST_FAULT", "")
+FAULT = os.environ.get("TEST_ENGINE_FAULT", "")
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _ORPHAN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 

@@ -25,7 +25,7 @@ STALL_SECONDS = 15.0
 
 
 async def hang(engine: Engine) -> tuple[Verdict, Evidence, float, int]:
-    """The verdict on a hanging forward, the evidence, seconds from the request to the verdict, and bytes in use then."""
+    """The verdict on a hanging forward, the evidence, seconds until then, and bytes in use."""
     in_flight = 0
     guard = Guard(engine, Limits(serving_quiet=STALL_SECONDS), lambda: in_flight)
     try:
@@ -54,7 +54,7 @@ def test_a_kernel_that_spins_is_noticed_explained_and_its_memory_comes_back(
 ) -> None:
     fault = tmp_path / "fault.json"
     fault.write_text(json.dumps({"at": "forward", "do": "spin-kernel", "token": MARKED}))
-    monkeypatch.setenv("LAYERTAP_TEST_FAULT", str(fault))
+    monkeypatch.setenv("TEST_ENGINE_FAULT", str(fault))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]))
     model = make("llama", tmp_path / "llama")
     before = used_bytes()

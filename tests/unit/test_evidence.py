@@ -31,7 +31,7 @@ spinning_in_the_forward()
 @pytest.fixture
 def stubborn(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A marked process that spins and ignores SIGTERM."""
-    env = os.environ | {"LAYERTAP_RUN_DIR": str(tmp_path)}
+    env = os.environ | {"LAYERTAP_ENGINE_DIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", STUBBORN], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -56,7 +56,7 @@ def test_a_spinning_process_shows_where_it_spins(stubborn: "subprocess.Popen[str
 
 
 def test_a_marked_process_is_ended_however_it_hides(stubborn: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    env = os.environ | {"LAYERTAP_RUN_DIR": str(tmp_path / "engine-3")}
+    env = os.environ | {"LAYERTAP_ENGINE_DIR": str(tmp_path / "engine-3")}
     with subprocess.Popen(
         [sys.executable, "-c", STUBBORN, "own session"], env=env, stdout=subprocess.PIPE, text=True
     ) as escaped:

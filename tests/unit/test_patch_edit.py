@@ -32,7 +32,7 @@ def with_a_capture(tmp_path: Path) -> None:
 
 
 LOAD = "from model_runner import ModelRunner\nModelRunner().load_model()\nprint('loaded', 'worker' in sys.modules)"
-OURS = {"LAYERTAP_RUN_DIR": "/run", "LAYERTAP_INSTALLER": "source"}
+OURS = {"LAYERTAP_ENGINE_DIR": "/run", "LAYERTAP_INSTALLER": "source"}
 
 
 def test_removing_the_edit_gives_every_byte_back() -> None:
@@ -59,9 +59,9 @@ def test_an_edited_engine_of_a_worker_attaches_once_the_model_is_loaded(tmp_path
     [
         {},
         {"LAYERTAP_INSTALLER": "source"},
-        {"LAYERTAP_RUN_DIR": "/run"},
-        {"LAYERTAP_RUN_DIR": "/run", "LAYERTAP_INSTALLER": "plugin"},
-        {"LAYERTAP_RUN_DIR": "/run", "LAYERTAP_INSTALLER": "forward_hooks"},
+        {"LAYERTAP_ENGINE_DIR": "/run"},
+        {"LAYERTAP_ENGINE_DIR": "/run", "LAYERTAP_INSTALLER": "plugin"},
+        {"LAYERTAP_ENGINE_DIR": "/run", "LAYERTAP_INSTALLER": "forward_hooks"},
     ],
 )
 def test_an_edited_engine_of_anybody_else_imports_nothing_of_ours(tmp_path: Path, env: dict[str, str]) -> None:

@@ -95,7 +95,7 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, str]]:
     """The runners that the capture is attached to, in an engine patched by `forward_hooks`; and by which installer."""
     found: list[tuple[Any, str]] = []
     monkeypatch.setattr(attach, "attach", lambda runner, run_dir, installer: found.append((runner, installer)))
-    monkeypatch.setenv("LAYERTAP_RUN_DIR", "/run")
+    monkeypatch.setenv("LAYERTAP_ENGINE_DIR", "/run")
     monkeypatch.setenv("LAYERTAP_INSTALLER", "forward_hooks")
     return found
 
@@ -157,7 +157,7 @@ def test_the_plugin_stays_inert_when_another_installer_is_chosen(
     registry = SimpleNamespace(register=lambda target, hook, kind: registered.append(target))
     stub = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AFTER="after"))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", stub)
-    monkeypatch.setenv("LAYERTAP_RUN_DIR", "/run")
+    monkeypatch.setenv("LAYERTAP_ENGINE_DIR", "/run")
     monkeypatch.setenv("LAYERTAP_INSTALLER", installer)
     plugin.register()
     assert registered == []

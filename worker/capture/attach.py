@@ -1,6 +1,6 @@
 """Puts the capture on a loaded model and reports in: what every attachment point calls.
 
-An attachment point may act only where `LAYERTAP_RUN_DIR` is set and `LAYERTAP_INSTALLER` names it, so other uses of the
+An attachment point may act only where `LAYERTAP_ENGINE_DIR` is set and `LAYERTAP_INSTALLER` names it, so other
 same installation are left alone and no engine is captured twice. Without a rank's report the worker holds the engine to
 be unpatched.
 """
@@ -15,7 +15,7 @@ import torch
 from worker.capture import addressing
 from worker.capture.hooks import HookCapture, find_stack
 from worker.capture.host_copy import Copier
-from worker.capture.installed import RUN_DIR_VARIABLE, active, show_stacks_on_signal
+from worker.capture.installed import ENGINE_DIR_VARIABLE, active, show_stacks_on_signal
 from worker.capture.report import Attached, write_report
 from worker.capture.rid import unmask
 from worker.capture.writer import Writer
@@ -33,7 +33,7 @@ def attach_from(installer: str, runner: Any) -> None:
     Draft models are left alone. Raises if the model cannot be captured.
     """
     if active(installer) and not getattr(runner, "is_draft_worker", False):
-        attach(runner, Path(os.environ[RUN_DIR_VARIABLE]), installer)
+        attach(runner, Path(os.environ[ENGINE_DIR_VARIABLE]), installer)
 
 
 def attach(runner: Any, run_dir: Path, installer: str) -> None:

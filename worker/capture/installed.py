@@ -4,14 +4,14 @@ import faulthandler
 import os
 import signal
 
-RUN_DIR_VARIABLE = "LAYERTAP_RUN_DIR"
+ENGINE_DIR_VARIABLE = "LAYERTAP_ENGINE_DIR"
 INSTALLER_VARIABLE = "LAYERTAP_INSTALLER"
 """Names the one attachment point that may act; the others stay inert."""
 
 
 def active(installer: str) -> bool:
     """Whether a worker started this engine, and patched it with that installer."""
-    return bool(os.environ.get(RUN_DIR_VARIABLE)) and os.environ.get(INSTALLER_VARIABLE) == installer
+    return bool(os.environ.get(ENGINE_DIR_VARIABLE)) and os.environ.get(INSTALLER_VARIABLE) == installer
 
 
 def show_stacks_on_signal() -> None:

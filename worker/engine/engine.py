@@ -27,7 +27,7 @@ from worker.patch.package import PatchError, find_package
 
 logger = logging.getLogger(__name__)
 
-MARK = "LAYERTAP_RUN_DIR"
+MARK = "LAYERTAP_ENGINE_DIR"
 _POLL_S = 0.2
 _TERM_S = 3.0
 _KILL_S = 10.0

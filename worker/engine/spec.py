@@ -82,11 +82,16 @@ def command(spec: EngineSpec, port: int, api_key: str, applied: Applied) -> list
 
 
 def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, applied: Applied) -> dict[str, str]:
-    """The engine's environment: the worker's own, what switches the capture on, and the mark its processes bear."""
-    env = {**base, **applied.environment}
+    """The engine's environment: what the worker inherited, what switches the capture on, and the mark of its processes.
+
+    The worker's own settings stay with the worker: its token is a secret, and its `LAYERTAP_INSTALLER` would patch an
+    engine that is to run unpatched.
+    """
+    env = {name: value for name, value in base.items() if not name.startswith("LAYERTAP_")}
+    env |= applied.environment
     plugins = [base.get("SGLANG_PLUGINS"), *applied.plugins, "layertap_cpu"]
     env |= {
-        "LAYERTAP_RUN_DIR": str(engine_dir),
+        "LAYERTAP_ENGINE_DIR": str(engine_dir),
         "LAYERTAP_POOL_BYTES": str(spec.pool_bytes),
         "LAYERTAP_ENGINE_DEVICE": spec.device,
         # SGLang sets process titles, which would wipe the mark from /proc/PID/environ.
@@ -94,7 +99,6 @@ def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, app
         "SGLANG_PLUGINS": ",".join(filter(None, plugins)),
         "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
     }
-    env.pop("LAYERTAP_TOKEN", None)
     if spec.device == "cpu":
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cpu_binding(spec.tensor_parallel))
     return {name: value for name, value in env.items() if value}

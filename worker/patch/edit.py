@@ -16,7 +16,7 @@ _CLASS, _METHOD = "ModelRunner", "load_model"
 BLOCK = """\
 import os as _layertap_os
 
-if _layertap_os.environ.get("LAYERTAP_RUN_DIR") and _layertap_os.environ.get("LAYERTAP_INSTALLER") == "source":
+if _layertap_os.environ.get("LAYERTAP_ENGINE_DIR") and _layertap_os.environ.get("LAYERTAP_INSTALLER") == "source":
     try:
         from worker.capture.source import after_load as _layertap_after_load
     except ImportError:

@@ -49,7 +49,7 @@ def look(pid: int) -> Seen | None:
 
 def engine_processes(directory: Path, server: int | None) -> list[Seen]:
     """Every living process of the engine in `directory`: those that bear its mark, and the server itself."""
-    pids = set(processes.marked("LAYERTAP_RUN_DIR", str(directory)))
+    pids = set(processes.marked("LAYERTAP_ENGINE_DIR", str(directory)))
     if server is not None:
         pids.add(server)
     return [seen for pid in sorted(pids) if (seen := look(pid)) is not None]

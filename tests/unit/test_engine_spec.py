@@ -1,0 +1,56 @@
+"""What an engine is started with: nothing of the worker's own settings, and everything that only prefill needs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from worker.engine.spec import EngineSpec, command, environment, version_tuple
+from worker.patch.installer import UNPATCHED, Applied
+
+SPEC = EngineSpec(
+    model_path="/models/m",
+    dtype="BF16",
+    device="cpu",
+    tensor_parallel=1,
+    chunked_prefill_size=0,
+    max_total_tokens=0,
+    extra_args=("--context-length=512",),
+    pool_bytes=1 << 20,
+    engine_version="0.5.23",
+)
+PATCHED = Applied(installer="plugin", plugins=("layertap_capture",), environment={"LAYERTAP_INSTALLER": "plugin"})
+
+
+def test_the_workers_own_settings_stay_with_the_worker() -> None:
+    worker = {"LAYERTAP_TOKEN": "s3cret", "LAYERTAP_RUN_DIR": "/data", "LAYERTAP_INSTALLER": "plugin", "PATH": "/bin"}
+    env = environment(SPEC, worker, Path("/run/engine-1"), UNPATCHED)
+    assert env["PATH"] == "/bin"
+    assert env["LAYERTAP_ENGINE_DIR"] == "/run/engine-1"
+    assert not {"LAYERTAP_TOKEN", "LAYERTAP_RUN_DIR", "LAYERTAP_INSTALLER"} & set(env)
+
+
+def test_other_plugins_of_the_operator_are_kept() -> None:
+    env = environment(SPEC, {"SGLANG_PLUGINS": "theirs"}, Path("/run"), PATCHED)
+    assert env["SGLANG_PLUGINS"].split(",") == ["theirs", "layertap_capture", "layertap_cpu"]
+    assert env["LAYERTAP_INSTALLER"] == "plugin"
+
+
+def test_nothing_hides_a_token_from_the_capture() -> None:
+    words = command(SPEC, 1, "key", PATCHED)
+    assert {"--disable-radix-cache", "--skip-server-warmup"} <= set(words)
+    gpu = command(replace(SPEC, device="cuda"), 1, "key", PATCHED)
+    assert gpu[gpu.index("--cuda-graph-backend-prefill") + 1] == "disabled"
+    older = command(replace(SPEC, device="cuda", engine_version="0.5.16"), 1, "key", PATCHED)
+    assert "--cuda-graph-backend-prefill" not in older
+
+
+def test_an_operators_argument_comes_last_and_wins() -> None:
+    assert command(SPEC, 1, "key", UNPATCHED)[-1] == "--context-length=512"
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"), [("0.5.23", (0, 5, 23)), ("0.5.16.post1", (0, 5, 16)), ("1.0rc2", (1, 0)), ("dev", ())]
+)
+def test_versions_compare_by_their_numbers(version: str, numbers: tuple[int, ...]) -> None:
+    assert version_tuple(version) == numbers
