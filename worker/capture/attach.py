@@ -1,8 +1,8 @@
 """Puts the capture on a loaded model and reports in: what every attachment point calls.
 
-An attachment point may act only where `LAYERTAP_ENGINE_DIR` is set and `LAYERTAP_INSTALLER` names it, so other
-same installation are left alone and no engine is captured twice. Without a rank's report the worker holds the engine to
-be unpatched.
+An attachment point may act only where `LAYERTAP_ENGINE_DIR` is set and `LAYERTAP_INSTALLER` names it, so other uses of
+the same installation are left alone and no engine is captured twice. Without a rank's report the worker holds the
+engine to be unpatched.
 """
 
 import logging
