@@ -27,7 +27,6 @@ from service.context import Context
 from service.settings import Settings
 from service.tasks import claims
 
-NAME = "claims"
 BOUND_SECONDS = 110.0
 CLAIMERS = 8
 _CLAIMS_EACH = 40
@@ -74,7 +73,7 @@ def _claim_many(claim: Claim, start: threading.Barrier) -> list[tuple[str, float
     return claimed
 
 
-async def measure(model: Path) -> Result:
+async def measure(model: Path) -> list[Result]:
     """Rounds of the same number of claims on each database, each way."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layertap-bench-")))
@@ -87,8 +86,8 @@ async def measure(model: Path) -> Result:
                 url = create() if database == "Postgres" else f"sqlite:///{place / 'layertap.sqlite3'}"
                 every[f"{database} {way}"] = Claimers(prepare(stack, place, url))
         taken = await in_turn({name: claimers.run for name, claimers in every.items()}, _BUDGET)
-    return Result(
-        name=NAME,
+    found = Result(
+        name="claims",
         title=f"Lease claims with {CLAIMERS} claimers",
         ratios=[
             Ratio(f"SQLite over Postgres, {way}", ratio(taken[f"Postgres {way}"], taken[f"SQLite {way}"]))
@@ -104,6 +103,7 @@ async def measure(model: Path) -> Result:
         },
         seconds=taken,
     )
+    return [found]
 
 
 def _percentile(claimers: Claimers) -> Spread:

@@ -21,7 +21,6 @@ from benchmarks.pairs import Budget, Rate, Ratio, Result, in_turn, rate, ratio, 
 from benchmarks.service_process import Service, proof
 from layertap.client import Client
 
-NAME = "download"
 BOUND_SECONDS = 110.0
 SIZE = 1 << 30
 _BUDGET = Budget(seconds=60, fewest=3, most=5)
@@ -39,7 +38,7 @@ with socket.create_server(("127.0.0.1", 0)) as listening, open(sys.argv[1], "rb"
 """
 
 
-async def measure(model: Path) -> Result:
+async def measure(model: Path) -> list[Result]:
     """Rounds of each way to move the shard. Everything is in the page cache before the first."""
     with tempfile.TemporaryDirectory(prefix="layertap-bench-") as name:
         folder = Path(name)
@@ -58,8 +57,8 @@ async def measure(model: Path) -> Result:
                     },
                     _BUDGET,
                 )
-    return Result(
-        name=NAME,
+    found = Result(
+        name="download",
         title="Download of a 1 GiB shard over loopback",
         ratios=[
             Ratio("service over sendfile, bytes a second", ratio(taken["sendfile"], taken["service"])),
@@ -71,6 +70,7 @@ async def measure(model: Path) -> Result:
         facts={"shard bytes": SIZE},
         seconds=taken,
     )
+    return [found]
 
 
 class _Transfers:

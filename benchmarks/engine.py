@@ -11,13 +11,13 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.rows import Ids
+from benchmarks.rows import Ids, spread
 from layertap import boundaries
 from layertap.layout import ShardLayout
 from layertap.schemas.jobs import Final, Preset
@@ -36,8 +36,9 @@ from worker.prefill import Prefill, batches
 from worker.settings import Settings
 from worker.shard_writer import ShardRows
 
-LAUNCH_SECONDS = 150.0
+LAUNCH_SECONDS = 240.0
 PREFILL_SECONDS = 120.0
+_WARM_UP_ROWS = 6
 _INFLIGHT_CHUNKS = 4
 """Prefill chunks in the engine at a time, the worker's default."""
 _count = itertools.count()
@@ -119,6 +120,11 @@ class Passes:
         if any(outcome is not None for outcome in outcomes):
             raise RuntimeError(f"the engine aborted a row: {outcomes}")
 
+    async def sized(self, seconds: float, fewest: int) -> "Passes":
+        """The same with as many of the rows, at least `fewest`, as a plain pass now takes `seconds` for."""
+        small = replace(self, rows=spread(self.rows, 0, _WARM_UP_ROWS))
+        return replace(self, rows=spread(self.rows, small.tokens * seconds / await small.plain(), fewest))
+
     @property
     def _batch_tokens(self) -> int:
         return chunk_tokens(self.engine.spec.chunked_prefill_size, self.engine.spec.device)
@@ -152,8 +158,9 @@ async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterat
         layers = boundaries.resolve(None, Preset.EAGLE3, facts.num_layers)
         budget = InFlight(_INFLIGHT_CHUNKS * chunk_tokens(0, "cpu"))
         passes = Passes(engine, budget, rows, layers, folder)
-        await passes.plain()
-        await passes.extract()
+        small = replace(passes, rows=spread(rows, 0, _WARM_UP_ROWS))
+        await small.plain()
+        await small.extract()
         yield passes
     finally:
         await engine.stop()

@@ -46,7 +46,9 @@ async def in_turn(runs: Mapping[str, Run], budget: Budget) -> dict[str, list[flo
         if done >= budget.fewest and spent + spent / done > budget.seconds:
             break
         for name, run in runs.items():
-            taken[name].append(await run())
+            seconds = await run()
+            taken[name].append(seconds)
+            print(f"round {done + 1}, {name}: {seconds:.2f} s", flush=True)
     return taken
 
 

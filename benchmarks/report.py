@@ -8,6 +8,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "benchmarks.md"
 PLOT = DOCS / "benchmarks.svg"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+_TICKS = (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50)
 _MET = {True: "yes", False: "**no**", None: "–"}
 
 
@@ -53,7 +54,7 @@ def lines(run: dict[str, Any]) -> list[str]:
             span = f"{_number(value['least'])} – {_number(value['greatest'])}"
             made.append(f"| {rate['name']} | {_number(value['median'])} | {span} | {rate['unit']} |")
         facts = ", ".join(f"{name} {_fact(value)}" for name, value in benchmark["facts"].items())
-        made += ["", f"{facts}. Took {benchmark['took_seconds']:.0f} s; load before it {benchmark['load_before']:g}."]
+        made += ["", f"{facts}. The machine's load before it was {benchmark['load_before']:g}."]
     made += ["", "### Machine", ""]
     made += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in run["machine"].items())]
     return made
@@ -84,9 +85,13 @@ def draw(run: dict[str, Any]) -> None:
         axes.set_xscale("log")
         axes.set_yticks(range(len(ratios)), [ratio["name"] for ratio in ratios])
         axes.set_ylim(-0.6, len(ratios) - 0.2)
+        least = min(ratio["value"]["least"] for ratio in ratios)
+        greatest = max(ratio["value"]["greatest"] for ratio in ratios)
+        axes.set_xlim(least / 1.3, greatest * 1.3)
+        axes.set_xticks([tick for tick in _TICKS if least / 1.3 <= tick <= greatest * 1.3])
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
-        axes.set_xlabel("times as much as what it is compared with (point: median, line: least to greatest, tick: aim)")
+        axes.set_xlabel("ratio (point: median, line: least to greatest, tick: aim)")
         axes.tick_params(axis="y", length=0)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)

@@ -1,6 +1,7 @@
 """The rows that are measured with: the conversations of `examples/`, tokenised as a plan would."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +20,21 @@ def good_lines() -> list[bytes]:
     return [line for line in CONVERSATIONS.read_bytes().splitlines() if b'"messages"' in line and _good(line)]
 
 
-def tokenised(model: Path, tokens: int) -> list[Ids]:
-    """Rows spread evenly over the conversations that hold about `tokens` tokens together, in their order."""
+def tokenised(model: Path) -> list[Ids]:
+    """Every good conversation, in order."""
     tokenizer = LoadedTokenizer.load(model, _vocab_size(model))
     rendered = []
     for line in good_lines():
         row = parse_row(line)
         assert not isinstance(row, TokenIds)
         rendered.append(tokenizer.render(row, every_token=True))
-    rows = [ids for ids, _ in tokenizer.encode(rendered)]
+    return [ids for ids, _ in tokenizer.encode(rendered)]
+
+
+def spread(rows: Sequence[Ids], tokens: float, fewest: int) -> list[Ids]:
+    """About `tokens` tokens of `rows`, at least `fewest` rows, spread evenly over them and in their order."""
     whole = sum(len(row) for row in rows)
-    count = max(1, min(len(rows), round(len(rows) * tokens / whole)))
+    count = max(fewest, min(len(rows), round(len(rows) * tokens / whole)))
     return [rows[i * len(rows) // count] for i in range(count)]
 
 

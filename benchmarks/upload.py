@@ -22,7 +22,6 @@ from worker import models
 from worker.plan.messages import PlanRequest, PlanResultLine
 from worker.plan.process import plan_lines
 
-NAME = "upload"
 BOUND_SECONDS = 130.0
 UPLOAD_BYTES = 100_000_000
 PLAN_ROWS = 6000
@@ -31,7 +30,7 @@ _PLANS = Budget(seconds=45, fewest=3, most=5)
 _QUIET_SECONDS = 60.0
 
 
-async def measure(model: Path) -> Result:
+async def measure(model: Path) -> list[Result]:
     """Rounds of uploads, then rounds of plans. The rows are the example conversations, each made unlike the others."""
     with tempfile.TemporaryDirectory(prefix="layertap-bench-") as name:
         folder = Path(name)
@@ -43,8 +42,8 @@ async def measure(model: Path) -> Result:
         planned, plan_rows = _conversations(folder / "plan.jsonl", UPLOAD_BYTES, PLAN_ROWS)
         plans = _Plans(model, folder, planned, plan_rows)
         taken |= await in_turn({"plan": plans.plan, "tokenizer": plans.tokenizer}, _PLANS)
-    return Result(
-        name=NAME,
+    found = Result(
+        name="upload",
         title="Upload check and plan",
         ratios=[
             Ratio("upload over the local loop, bytes a second", ratio(taken["local loop"], taken["upload"])),
@@ -66,6 +65,7 @@ async def measure(model: Path) -> Result:
         },
         seconds=taken,
     )
+    return [found]
 
 
 class _Uploads:
