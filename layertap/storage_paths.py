@@ -4,9 +4,14 @@ NONCE_FILE = ".layertap-storage"
 """Holds a random word; a worker proves with it that it sees the service's storage."""
 
 
+def dataset_dir(dataset: str) -> str:
+    """Everything of one data set."""
+    return f"datasets/{dataset}"
+
+
 def dataset_file(dataset: str) -> str:
     """The uploaded JSONL, as it came."""
-    return f"datasets/{dataset}/rows.jsonl"
+    return f"{dataset_dir(dataset)}/rows.jsonl"
 
 
 def job_dir(job: str) -> str:

@@ -10,7 +10,6 @@ from starlette.concurrency import run_in_threadpool
 from service import VERSION, problems
 from service.context import Context
 from service.datasets import endpoints as datasets
-from service.datasets.service import clear_dead_uploads
 from service.db.clock import Clock
 from service.db.engine import Database
 from service.db.migrate import migrate
@@ -18,7 +17,7 @@ from service.guard import Guard
 from service.health import endpoints as health
 from service.incidents import endpoints as incidents
 from service.jobs import endpoints as jobs
-from service.jobs.service import clear_deleted
+from service.leftovers import clear_leftovers
 from service.openapi import describe
 from service.settings import Settings
 from service.shards import endpoints as shards
@@ -44,8 +43,7 @@ def open_context(settings: Settings, clock: Clock | None = None) -> Context:
             with database.write() as session:
                 task_rows.grant_full_terms(session, database.clock, settings.lease_seconds)
                 worker_rows.grant_full_terms(session, database.clock, settings.lease_seconds)
-        clear_dead_uploads(database, storage)
-        clear_deleted(context)
+        clear_leftovers(context)
     except BaseException:
         database.close()
         raise

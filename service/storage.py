@@ -3,12 +3,13 @@
 Paths are those of `layertap.storage_paths`, relative to the root.
 """
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +17,11 @@ from layertap.storage_paths import NONCE_FILE
 
 UPLOADS = "uploads"
 """Folder of uploads that are still arriving."""
+UPLOADING = ".uploading"
+"""Marks the folder of a data set whose upload has not come to its end."""
+DELETING = ".deleting"
+"""Marks a folder that is being deleted."""
+_MARKERS = (UPLOADING, DELETING)
 
 
 class StorageEscapeError(ValueError):
@@ -70,13 +76,79 @@ class Storage:
         path = self.path(relative)
         return path.stat().st_size if path.is_file() else None
 
-    def remove(self, relative: str) -> None:
-        """Remove a file or a folder with everything in it; nothing happens where it is absent."""
-        path = self.path(relative)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    def folders(self, relative: str) -> list[str]:
+        """Names of the folders in a folder, sorted."""
+        return sorted(entry.name for entry in self.path(relative).iterdir() if entry.is_dir())
+
+    def mark(self, folder: str, marker: str) -> None:
+        """Put a marker into a folder, durably, so that a start knows what was under way; the folder is made if absent.
+
+        Only what is marked may be removed at a start: what a database does not know may be another's.
+        """
+        path = self.path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with (path / marker).open("wb") as file:
+            os.fsync(file.fileno())
+        sync_folder(path)
+        sync_folder(path.parent)
+
+    def mark_deletion(self, folder: str) -> None:
+        """Mark a folder that is there as being deleted; without a marker where the disk is too full for one.
+
+        A deletion is what makes room. Should it be cut off without a marker, the rest of the folder stays.
+        """
+        if not self.has(folder):
+            return
+        try:
+            self.mark(folder, DELETING)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def unmark(self, folder: str) -> None:
+        """Take every marker out of a folder, durably."""
+        path = self.path(folder)
+        for marker in _MARKERS:
+            (path / marker).unlink(missing_ok=True)
+        sync_folder(path)
+
+    def has(self, folder: str) -> bool:
+        """Whether the folder is there."""
+        return self.path(folder).is_dir()
+
+    def marked(self, folder: str) -> bool:
+        """Whether the folder is there and bears a marker."""
+        path = self.path(folder)
+        return any((path / marker).is_file() for marker in _MARKERS)
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder with everything in it, its marker last: cut off anywhere, it is still marked.
+
+        What can't be removed stays, marked, for the next start. Nothing happens where the folder is absent.
+        """
+        path = self.path(folder)
+        for entry in list(path.iterdir()) if path.is_dir() else ():
+            if entry.name in _MARKERS:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    entry.unlink()
+        if path.is_dir() and not {entry.name for entry in path.iterdir()} - set(_MARKERS):
+            for marker in _MARKERS:
+                (path / marker).unlink(missing_ok=True)
+            self.remove_empty(folder)
+
+    def remove_empty(self, folder: str) -> bool:
+        """Remove a folder if nothing is in it; whether it is gone."""
+        try:
+            self.path(folder).rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def keep_only(self, folder: str, names: set[str]) -> None:
         """Remove every file of `folder` that is not in `names`."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete, exists, insert, select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.orm import Session
 
 from layertap.schemas.jobs import JobState
@@ -40,9 +40,9 @@ def incomplete(session: Session) -> Sequence[str]:
     return session.scalars(select(Dataset.id).where(~Dataset.complete)).all()
 
 
-def known(session: Session, dataset: str) -> bool:
-    """Whether there is a row of that id, complete or not."""
-    return bool(session.scalar(select(exists().where(Dataset.id == dataset))))
+def known(session: Session, datasets: Sequence[str]) -> set[str]:
+    """Those of `datasets` that exist, complete or not."""
+    return set(session.scalars(select(Dataset.id).where(Dataset.id.in_(datasets))))
 
 
 def add_errors(session: Session, rows: list[dict[str, Any]]) -> None:

@@ -1,17 +1,18 @@
 """What happens to data sets: an upload becomes one, it is deleted, and what dead uploads left is cleared away."""
 
 from itertools import islice
+from pathlib import Path
 
 from layertap.schemas.common import FieldError
 from layertap.schemas.datasets import Dataset as DatasetView
 from layertap.schemas.datasets import RowProblem, Stage
-from layertap.storage_paths import dataset_file
+from layertap.storage_paths import dataset_dir, dataset_file
 from service.datasets import repository
-from service.datasets.upload import Upload
+from service.datasets.upload import Upload, part_file
 from service.db.clock import utc_now
 from service.db.engine import Database
 from service.db.models import Dataset, DatasetError
-from service.problems import ConflictError, InvalidError, NotFoundError
+from service.problems import ConflictError, InvalidError, NotFoundError, ProblemError
 from service.storage import UPLOADS, Storage, try_lock
 
 _BATCH = 2000
@@ -61,56 +62,78 @@ def complete(database: Database, upload: Upload, name: str) -> DatasetView:
                 repository.add_errors(session, rows)
         with database.write() as session:
             repository.mark_complete(session, row.id)
+        upload.published()
     except BaseException:
         with database.write() as session:
             repository.remove(session, row.id)
+        upload.withdraw()
         raise
     return show(row)
 
 
 def delete(database: Database, storage: Storage, dataset: str) -> None:
     """Delete a data set and its file. Raises `ConflictError` while a job that is not over reads it."""
-    with database.write() as session:
-        if repository.lock(session, dataset) is None:
-            raise NotFoundError("dataset", dataset)
-        if (job := repository.used_by(session, dataset)) is not None:
-            raise ConflictError(
-                "dataset_in_use", f"job {job} reads it", field="dataset", remedy="cancel the job, or wait for its end"
-            )
-        repository.remove(session, dataset)
-    storage.remove(f"datasets/{dataset}")
+    try:
+        with database.write() as session:
+            if repository.lock(session, dataset) is None:
+                raise NotFoundError("dataset", dataset)
+            if (job := repository.used_by(session, dataset)) is not None:
+                remedy = "cancel the job, or wait for its end"
+                raise ConflictError("dataset_in_use", f"job {job} reads it", field="dataset", remedy=remedy)
+            storage.mark_deletion(dataset_dir(dataset))
+            repository.remove(session, dataset)
+    except ProblemError:
+        raise
+    except BaseException:
+        settle(database, storage, dataset)
+        raise
+    storage.remove_folder(dataset_dir(dataset))
 
 
 def clear_dead_uploads(database: Database, storage: Storage) -> None:
-    """Remove what uploads of dead processes left. A living upload is known by the lock on its file."""
+    """Remove what uploads of dead processes left before they were published. A living one is known by its lock."""
     for part in (storage.root / UPLOADS).iterdir():
-        if part.is_file():
-            with part.open("ab") as file:
-                if try_lock(file):
-                    part.unlink(missing_ok=True)
-    for folder in (storage.root / "datasets").iterdir():
-        _clear_dataset(database, storage, folder.name)
+        if part.is_file() and not _locked(part):
+            part.unlink(missing_ok=True)
     with database.read() as session:
         unpublished = repository.incomplete(session)
     for dataset in unpublished:
-        _clear_dataset(database, storage, dataset)
+        if not storage.marked(dataset_dir(dataset)) and not _uploading(storage, dataset):
+            _forget_incomplete(database, dataset)
 
 
-def _clear_dataset(database: Database, storage: Storage, dataset: str) -> None:
-    with database.read() as session:
-        if repository.get(session, dataset) is not None:
-            return
-    path = storage.path(dataset_file(dataset))
-    if path.exists():
-        with path.open("ab") as file:
-            if not try_lock(file):
-                return
-    # Under the lock the upload's process is dead, so whether it completed is settled now.
+def settle(database: Database, storage: Storage, dataset: str) -> None:
+    """Bring a marked upload or deletion to its end: the folder goes where no complete data set is, else the marker."""
+    folder = dataset_dir(dataset)
+    if not storage.marked(folder) or _uploading(storage, dataset):
+        return
+    # Without a living upload, whether it completed is settled now; a deletion that is under way is waited for.
     with database.write() as session:
-        if repository.get(session, dataset) is not None:
+        if repository.lock(session, dataset) is not None:
+            storage.unmark(folder)
             return
         repository.remove(session, dataset)
-    storage.remove(f"datasets/{dataset}")
+    storage.remove_folder(folder)
+
+
+def _forget_incomplete(database: Database, dataset: str) -> None:
+    with database.write() as session:
+        if repository.lock(session, dataset) is None:
+            repository.remove(session, dataset)
+
+
+def _uploading(storage: Storage, dataset: str) -> bool:
+    """Whether a living process uploads it. The order counts: the file moves from the first place to the second."""
+    return _locked(storage.path(part_file(dataset))) or _locked(storage.path(dataset_file(dataset)))
+
+
+def _locked(path: Path) -> bool:
+    # Opened for writing, which NFS asks for, but never made.
+    try:
+        with path.open("r+b") as file:
+            return not try_lock(file)
+    except FileNotFoundError:
+        return False
 
 
 def _empty(upload: Upload) -> InvalidError:

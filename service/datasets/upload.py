@@ -1,6 +1,7 @@
 """One arriving upload: written, hashed and judged line by line as it comes, in bounded memory.
 
-Until `publish` it is a locked file in the storage's `uploads` folder; whatever ends it earlier leaves nothing behind.
+Until `publish` it is a locked file in the storage's `uploads` folder, then a marked folder until `published`; whatever
+ends it earlier leaves nothing behind, at the latest after the next start.
 """
 
 import hashlib
@@ -12,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from layertap.rows import RowError, parse_row
-from layertap.storage_paths import dataset_file
-from service.storage import UPLOADS, Storage, try_lock
+from layertap.storage_paths import dataset_dir, dataset_file
+from service.storage import UPLOADING, UPLOADS, Storage, try_lock
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_STORED_ERRORS = 100_000
@@ -24,6 +25,11 @@ BadLine = tuple[int, str, str]
 """Row id, code, reason."""
 
 
+def part_file(dataset: str) -> str:
+    """Where the bytes of an upload lie while they arrive."""
+    return f"{UPLOADS}/{dataset}.part"
+
+
 class Upload:
     """The upload of data set `dataset`. A context manager: leaving it removes what was not published."""
 
@@ -32,7 +38,7 @@ class Upload:
         self.bytes = self.rows = self.bad_rows = 0
         self.first_errors: list[BadLine] = []
         self._storage = storage
-        self._path = storage.root / UPLOADS / f"{dataset}.part"
+        self._path = storage.path(part_file(dataset))
         # Closed by `close`, which also frees the lock that tells other processes that this upload lives.
         self._file = self._path.open("xb")
         try_lock(self._file)
@@ -67,8 +73,17 @@ class Upload:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Move the file to the data set's place."""
+        """Move the file to the data set's place, in a folder that is marked until `published`."""
+        self._storage.mark(dataset_dir(self.dataset), UPLOADING)
         self._storage.move(self._path, dataset_file(self.dataset))
+
+    def published(self) -> None:
+        """The data set is complete: its folder loses the marker."""
+        self._storage.unmark(dataset_dir(self.dataset))
+
+    def withdraw(self) -> None:
+        """Remove what `publish` made; nothing happens where it made nothing."""
+        self._storage.remove_folder(dataset_dir(self.dataset))
 
     def errors(self) -> Iterator[BadLine]:
         """The refused lines, ascending, at most `MAX_STORED_ERRORS`."""

@@ -21,7 +21,7 @@ from service.jobs import progression, repository
 from service.jobs.repository import Running
 from service.jobs.view import show
 from service.leases import TaskState
-from service.problems import ConflictError, InvalidError, NotFoundError
+from service.problems import ConflictError, InvalidError, NotFoundError, ProblemError
 from service.tasks import repository as tasks
 from service.workers import repository as workers
 
@@ -122,23 +122,32 @@ def retry(context: Context, job: str) -> JobView:
 
 def delete(context: Context, job: str) -> None:
     """Delete a job that is over, with its files. Raises `ConflictError` while it is not."""
+    try:
+        with context.database.write() as session:
+            row = _lock(session, job)
+            if not JobState(row.state).terminal:
+                raise ConflictError("job_not_over", f"job {job} is {row.state}", field="job", remedy="cancel it first")
+            context.storage.mark_deletion(job_dir(job))
+            repository.remove(session, job)
+    except ProblemError:
+        raise
+    except BaseException:
+        settle_deletion(context, job)
+        raise
+    context.storage.remove_folder(job_dir(job))
+
+
+def settle_deletion(context: Context, job: str) -> None:
+    """Bring a marked deletion to its end: the folder goes where the job's row is gone, else the marker."""
+    folder = job_dir(job)
+    if not context.storage.marked(folder):
+        return
+    # A deletion sets its marker under the row's lock, so one that is under way is waited for.
     with context.database.write() as session:
-        row = _lock(session, job)
-        if not JobState(row.state).terminal:
-            raise ConflictError("job_not_over", f"job {job} is {row.state}", field="job", remedy="cancel it first")
-        repository.remove(session, job)
-    context.storage.remove(job_dir(job))
-
-
-def clear_deleted(context: Context) -> None:
-    """Remove the folders of jobs whose deletion was cut off after their rows were gone."""
-    names = [folder.name for folder in (context.storage.root / "jobs").iterdir()]
-    for start in range(0, len(names), 500):
-        batch = names[start : start + 500]
-        with context.database.read() as session:
-            known = repository.known(session, batch)
-        for name in set(batch) - known:
-            context.storage.remove(job_dir(name))
+        if repository.lock(session, job) is not None:
+            context.storage.unmark(folder)
+            return
+    context.storage.remove_folder(folder)
 
 
 def _lock(session: Session, job: str) -> Job:

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fixtures_service import ROWS, Process, Rig, open_rig, settings_for, wait_until
+from fixtures_service import ROWS, Process, Rig, wait_until
 
 from service.datasets import upload as upload_module
 from service.datasets.upload import Upload
@@ -98,22 +98,6 @@ def test_a_data_set_is_not_deleted_under_a_job_that_reads_it(rig: Rig) -> None:
     assert rig.client.get(f"/v1/datasets/{dataset}").status_code == 404
     assert not (rig.storage / "datasets" / dataset).exists()
     assert rig.client.post(f"/v1/jobs/{job}/retry").json()["code"] == "dataset_deleted"
-
-
-def test_a_start_clears_what_a_dead_upload_left_and_spares_a_living_one(tmp_path: Path) -> None:
-    settings = settings_for(f"sqlite:///{tmp_path}/layertap.sqlite3", tmp_path)
-    with open_rig(settings, None) as rig:
-        kept = rig.upload()["id"]
-        living = Upload(rig.context.storage, "ds_living")
-        (rig.storage / "uploads" / "ds_dead.part").write_bytes(b"x")
-        (rig.storage / "datasets" / "ds_dead").mkdir()
-        (rig.storage / "datasets" / "ds_dead" / "rows.jsonl").write_bytes(b"x")
-        (rig.storage / "jobs" / "job_dead").mkdir()
-    with open_rig(settings, None) as rig:
-        assert [file.name for file in (rig.storage / "uploads").iterdir() if file.is_file()] == ["ds_living.part"]
-        assert [folder.name for folder in (rig.storage / "datasets").iterdir()] == [kept]
-        assert list((rig.storage / "jobs").iterdir()) == []
-    living.close()
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path, start_service: Callable[..., Process]) -> None:
