@@ -93,7 +93,7 @@ BODY_EXAMPLES: dict[str, dict[str, Any]] = {
     "renew_task": {**_HELD, "rows_done": 12, "tokens_done": 9120, "phase": "prefill"},
     "report_row_errors": {
         **_HELD,
-        "errors": [{"row_id": 7, "code": "no_supervised_token", "reason": "no token of the row is supervised"}],
+        "errors": [{"row_id": 7, "code": "nothing_supervised", "reason": "no token of the row is supervised"}],
     },
     "commit_plan": {
         **_HELD,
