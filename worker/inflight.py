@@ -14,6 +14,7 @@ class InFlight:
         self.full = limit
         self.limit = limit
         self.used = 0
+        self._most = 0
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
 
@@ -24,11 +25,17 @@ class InFlight:
                 self._released.clear()
                 await self._released.wait()
             self.used += tokens
+            self._most = max(self._most, self.used)
 
     def release(self, tokens: int) -> None:
         """Gives room back."""
         self.used -= tokens
         self._released.set()
+
+    def recent(self) -> int:
+        """The most tokens in flight at any moment since the last call: an engine that has just died held them."""
+        most, self._most = max(self._most, self.used), self.used
+        return most
 
     def halve(self) -> None:
         """Memory ran out: half as many tokens from now on, but never none."""

@@ -163,7 +163,7 @@ class EngineHost:
         before = await asyncio.to_thread(gpu_bytes_used)
         directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
         engine = Engine(spec, directory, self._settings.stall_timeout)
-        guard = Guard(engine, self._limits, lambda: self.budget.used)
+        guard = Guard(engine, self._limits, self.budget.recent)
         healthy = False
         try:
             verdict = await self._launch(engine, guard, facts)

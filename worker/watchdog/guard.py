@@ -17,7 +17,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Guard:
-    """The watchdog of one engine. `in_flight` says how many tokens it has been given and not yet delivered."""
+    """The watchdog of one engine. `in_flight` says how many tokens it held since last asked."""
 
     def __init__(self, engine: Engine, limits: Limits, in_flight: Callable[[], int]) -> None:
         self.engine = engine
