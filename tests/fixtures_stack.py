@@ -27,6 +27,7 @@ from layertap.reader import Extraction
 from layertap.schemas.jobs import Job, JobState
 from worker.capture.session import Ledger, sessions_dir
 from worker.engine import processes
+from worker.engine.engine import MARK as ENGINE_MARK
 
 Rows = Sequence[Mapping[str, Any] | str]
 """Lines of a data set: objects, or text as it is."""
@@ -36,7 +37,9 @@ CHUNKED = ("--chunked-prefill-size", str(CHUNK), "--max-inflight-tokens", "2048"
 """Flags of a worker whose engine takes longer rows in several chunks, several rows at a time."""
 SLOW = ("--chunked-prefill-size", "64", "--max-inflight-tokens", "64")
 """Flags of a worker that goes slowly enough to be interrupted: one small chunk in the engine at a time."""
-_START_SECONDS = 90.0
+PATIENCE = 900.0
+"""Seconds that work may take: no promise, just a bound that a busy machine keeps too."""
+_START_SECONDS = 180.0
 _STOP_SECONDS = 75.0
 _GONE_SECONDS = 20.0
 _LOG_LINES, _LINE_CHARS = 60, 400
@@ -82,7 +85,7 @@ class WorkerProcess:
 
     def engine_pids(self) -> frozenset[int]:
         """Processes of its engine that are alive, found by the mark that the engine's environment bears."""
-        marked = processes.marked("LAYERTAP_RUN_DIR", str(self.run_dir), prefix=True)
+        marked = processes.marked("LAYERTAP_ENGINE_DIR", str(self.run_dir), prefix=True)
         return frozenset(pid for pid in marked if processes.alive(pid))
 
     def engine(self) -> httpx.Client:
@@ -110,7 +113,7 @@ class WorkerProcess:
                     found.append((ledger.progress()[1], int(ledger.lengths.sum())))
         return found
 
-    def wait_mid_shard(self, seconds: float = 90) -> None:
+    def wait_mid_shard(self, seconds: float = PATIENCE) -> None:
         """Returns once some shard is partly written."""
         until(lambda: any(0 < written < total for written, total in self.progress()), seconds)
 
@@ -209,7 +212,7 @@ class Stack:
         dataset = self.client.upload_dataset(self.write_rows(rows))
         return self.client.create_job(dataset.id, model, layers, **more)
 
-    def succeeded(self, job: Job, seconds: float = 300) -> Job:
+    def succeeded(self, job: Job, seconds: float = PATIENCE) -> Job:
         """The job, once it has succeeded."""
         ended = self.client.wait(job.id, seconds)
         assert ended.state is JobState.SUCCEEDED, ended.failure
@@ -228,7 +231,7 @@ class Stack:
         rows: Rows,
         model: str,
         layers: Sequence[int],
-        seconds: float = 300,
+        seconds: float = PATIENCE,
         **more: Any,
     ) -> Extraction:
         """Uploads, extracts, downloads, verifies."""
@@ -242,7 +245,7 @@ class Stack:
     def left(self) -> list[int]:
         """Process ids of everything this stack ever started, directly or not, that is alive."""
         found = {*processes.marked(MARK, str(self.root))}
-        found |= {*processes.marked("LAYERTAP_RUN_DIR", str(self.root), prefix=True)}
+        found |= {*processes.marked("LAYERTAP_ENGINE_DIR", str(self.root), prefix=True)}
         return sorted(pid for pid in found if processes.alive(pid))
 
     def logs(self) -> Iterator[tuple[str, str]]:

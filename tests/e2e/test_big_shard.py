@@ -16,7 +16,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from fixtures_service_process import PlayedWorker, ServiceProcess, until
-from fixtures_stack import Stack, open_stack
+from fixtures_stack import PATIENCE, Stack, open_stack
 
 from layertap.layout import ShardLayout
 from layertap.schemas.jobs import Job
@@ -88,7 +88,7 @@ def test_a_gigabyte_shard_downloads_in_constant_memory_on_both_sides(committed: 
         "print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), file=sys.stderr)\n"
     )
     words = [sys.executable, "-c", code, *pull_command(committed, tmp_path / "out")[3:]]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=committed.stack.env, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=committed.stack.env, check=True)
     report = json.loads(done.stdout)
     assert (report["bytes"], report["received_bytes"]) == (committed.nbytes, committed.nbytes)
     assert 1024 * int(done.stderr.split()[-1]) < MEMORY
@@ -111,7 +111,7 @@ def test_a_pull_that_is_killed_goes_on_where_it_was(committed: Committed, tmp_pa
     assert committed.nbytes // 8 < there < committed.nbytes
     assert not (folder / "manifest.json").exists()
 
-    again = subprocess.run(words, capture_output=True, text=True, timeout=300, env=committed.stack.env, check=True)
+    again = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=committed.stack.env, check=True)
     report = json.loads(again.stdout)
     assert report["received_bytes"] <= committed.nbytes - committed.nbytes // 8
     (shard,) = folder.glob("*.safetensors")

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import reference
-from fixtures_stack import Stack
+from fixtures_stack import PATIENCE, Stack
 from typer.testing import CliRunner
 
 from layertap.cli import app
@@ -17,7 +17,7 @@ from layertap.errors import ApiError
 from layertap.schemas.datasets import Stage
 from layertap.schemas.jobs import JobState
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 MODEL = "tiny-llama"
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -121,7 +121,7 @@ def test_the_longest_row_that_the_model_takes_is_extracted_and_a_longer_one_list
 
 def test_overflow_error_ends_the_job_and_names_the_line(warm_stack: Stack) -> None:
     job = warm_stack.submit([GOOD, long_conversation(400)], MODEL, [4], max_tokens=100, overflow="error")
-    ended = warm_stack.client.wait(job.id, 300)
+    ended = warm_stack.client.wait(job.id, PATIENCE)
     assert ended.state is JobState.FAILED
     assert ended.failure is not None
     assert ended.failure.code == "row_too_long"
@@ -149,7 +149,7 @@ def test_a_conversation_that_the_template_refuses_or_rewrites_is_a_row_error(war
 
 def test_a_job_all_of_whose_rows_fail_says_so_and_lists_them(warm_stack: Stack) -> None:
     job = warm_stack.submit([{"input_ids": [10**6]}], MODEL, [2])
-    ended = warm_stack.client.wait(job.id, 300)
+    ended = warm_stack.client.wait(job.id, PATIENCE)
     assert ended.state is JobState.FAILED
     assert ended.failure is not None
     assert ended.failure.code == "no_rows"
