@@ -85,7 +85,7 @@ class WorkerProcess:
 
     def engine_pids(self) -> frozenset[int]:
         """Processes of its engine that are alive, found by the mark that the engine's environment bears."""
-        marked = processes.marked("LAYERTAP_ENGINE_DIR", str(self.run_dir), prefix=True)
+        marked = processes.marked(ENGINE_MARK, str(self.run_dir), prefix=True)
         return frozenset(pid for pid in marked if processes.alive(pid))
 
     def engine(self) -> httpx.Client:
@@ -245,7 +245,7 @@ class Stack:
     def left(self) -> list[int]:
         """Process ids of everything this stack ever started, directly or not, that is alive."""
         found = {*processes.marked(MARK, str(self.root))}
-        found |= {*processes.marked("LAYERTAP_ENGINE_DIR", str(self.root), prefix=True)}
+        found |= {*processes.marked(ENGINE_MARK, str(self.root), prefix=True)}
         return sorted(pid for pid in found if processes.alive(pid))
 
     def logs(self) -> Iterator[tuple[str, str]]:
