@@ -1,6 +1,5 @@
 """The rows that are measured with: the conversations of `examples/`, tokenised as a plan would."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def good_lines() -> list[bytes]:
 
 def tokenised(model: Path) -> list[Ids]:
     """Every good conversation, in order."""
-    tokenizer = LoadedTokenizer.load(model, _vocab_size(model))
+    tokenizer = LoadedTokenizer.load(model)
     rendered = []
     for line in good_lines():
         row = parse_row(line)
@@ -44,7 +43,3 @@ def _good(line: bytes) -> bool:
     except RowError:
         return False
     return True
-
-
-def _vocab_size(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_bytes())["vocab_size"])

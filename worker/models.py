@@ -30,6 +30,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "tiktoken.model",
 )
 
 

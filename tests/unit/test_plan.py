@@ -1,6 +1,7 @@
 """A whole plan with a real tokenizer, in this process and in one of its own."""
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ def facts(smollm2: Path) -> ModelFacts:
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2: Path) -> LoadedTokenizer:
-    return LoadedTokenizer.load(smollm2, 49152)
+    return LoadedTokenizer.load(smollm2)
 
 
 def spec(**more: Any) -> PlanSpec:
@@ -70,7 +71,7 @@ class Planned:
             [2, 15, 27],
             Final.POST_NORM,
             facts,
-            tokenizer,
+            lambda: tokenizer,
             report_errors=self.errors.extend,
             report_progress=self.progress.append,
         )
@@ -154,7 +155,7 @@ def test_loss_mask_all_supervises_every_token(tmp_path: Path, facts: ModelFacts,
 def test_a_row_that_breaks_the_tokenizer_costs_no_other_row(
     tmp_path: Path, facts: ModelFacts, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = LoadedTokenizer.load(smollm2, 49152)
+    tokenizer = LoadedTokenizer.load(smollm2)
     encode = tokenizer.encode
 
     def fragile(rendered: Any) -> Any:
@@ -169,11 +170,53 @@ def test_a_row_that_breaks_the_tokenizer_costs_no_other_row(
     assert planned.codes == {1: "tokenizer_error"}
 
 
+def no_tokenizer(folder: Path, facts: ModelFacts, rows: list[Any]) -> PlanRequest:
+    """A plan of `rows` for a model folder with config and weights only."""
+    model = folder / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(Path(facts.path) / name)
+    write_rows(folder, rows)
+    return request(folder, models.facts(model))
+
+
+def test_token_ids_are_planned_without_a_tokenizer(tmp_path: Path, facts: ModelFacts) -> None:
+    wanted = no_tokenizer(tmp_path, facts, [{"input_ids": [5, 6, 7]}, b"", b"{broken", {"input_ids": [1, 99_999]}])
+    assert wanted.model.pins.tokenizer_hash == hashlib.sha256().hexdigest()
+    assert wanted.model.pins.chat_template_hash is None
+    *middle, last = collect(wanted)
+    assert isinstance(last, PlanResultLine)
+    assert (last.rows, last.tokens, last.row_errors) == (1, 3, 1)
+    assert [e.code for line in middle if isinstance(line, RowErrorsLine) for e in line.errors] == ["token_id_range"]
+    assert TokenRows.open(tmp_path / "tokens.g1").input_ids(0).tolist() == [5, 6, 7]
+
+
+def test_the_first_other_row_ends_a_plan_without_a_tokenizer(tmp_path: Path, facts: ModelFacts) -> None:
+    wanted = no_tokenizer(tmp_path, facts, [{"input_ids": [5, 6, 7]}, {"text": "one"}])
+    with pytest.raises(PlanError, match=r"(?s)does not load.*send input_ids rows") as caught:
+        collect(wanted)
+    assert (caught.value.code, caught.value.retryable) == ("tokenizer_unusable", False)
+    assert not (tmp_path / "tokens.g1" / INDEX).exists()
+
+
+def test_the_tokenizer_is_loaded_once(tmp_path: Path, facts: ModelFacts, tokenizer: LoadedTokenizer) -> None:
+    write_rows(tmp_path, [{"input_ids": [1]}, *[{"text": "one"}] * 3000])
+    loads = []
+
+    def load() -> LoadedTokenizer:
+        loads.append(1)
+        return tokenizer
+
+    paths = (tmp_path / "rows.jsonl", tmp_path / "tokens.g1")
+    make_plan(*paths, spec(), [2], Final.NONE, facts, load, report_errors=lambda errors: None)
+    assert loads == [1]
+
+
 def test_a_stopped_plan_leaves_nothing_readable(tmp_path: Path, facts: ModelFacts, tokenizer: LoadedTokenizer) -> None:
     write_rows(tmp_path, [CHAT])
     with pytest.raises(PlanStoppedError):
         make_plan(
-            *(tmp_path / "rows.jsonl", tmp_path / "tokens.g1", spec(), [2], Final.NONE, facts, tokenizer),
+            *(tmp_path / "rows.jsonl", tmp_path / "tokens.g1", spec(), [2], Final.NONE, facts, lambda: tokenizer),
             report_errors=lambda errors: None,
             should_stop=lambda: True,
         )
@@ -205,10 +248,6 @@ def test_the_plan_process_says_why_it_failed(tmp_path: Path, facts: ModelFacts) 
     with pytest.raises(PlanError, match=r"rows\.jsonl") as caught:
         collect(request(tmp_path, facts))
     assert (caught.value.code, caught.value.retryable) == ("storage_error", True)
-    (tmp_path / "model").mkdir()
-    with pytest.raises(PlanError, match="does not load") as caught:
-        collect(request(tmp_path, facts.model_copy(update={"path": str(tmp_path / "model")})))
-    assert (caught.value.code, caught.value.retryable) == ("tokenizer_unusable", False)
 
 
 def test_a_plan_process_that_falls_silent_is_ended(tmp_path: Path, facts: ModelFacts) -> None:

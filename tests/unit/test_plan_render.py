@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from layertap.rows import Conversation, Message, PromptCompletion, Row, RowError, Text, TokenIds
-from worker.plan.render import MAX_MESSAGES, LoadedTokenizer, TokenizerError
+from worker.plan.render import MAX_MESSAGES, LoadedTokenizer, TokenizerError, check_ids
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -51,7 +51,7 @@ def with_template(plain: Any) -> WithTemplate:
     def made(template: str | None) -> LoadedTokenizer:
         tokenizer = copy.deepcopy(plain)
         tokenizer.chat_template = template
-        return LoadedTokenizer(tokenizer, vocab_size=49152)
+        return LoadedTokenizer(tokenizer)
 
     return made
 
@@ -80,7 +80,7 @@ def test_only_the_assistants_words_and_end_tokens_are_supervised(template: str, 
 
 
 def test_smollm2s_own_template_supervises_each_answer_exactly(smollm2: Path) -> None:
-    tokenizer = LoadedTokenizer.load(smollm2, 49152)
+    tokenizer = LoadedTokenizer.load(smollm2)
     turns = ("Say it", "🙂", "Again", "indented:\n\n\tand  more \n", "More", "😀😀 x")
     assert supervised(tokenizer, conversation(*turns)) == [f"{turn}<|im_end|>" for turn in turns[1::2]]
 
@@ -149,7 +149,7 @@ def test_a_turn_that_the_template_changes_beyond_recognition_is_a_row_error(with
 
 
 def test_a_conversation_may_begin_with_the_assistant(smollm2: Path) -> None:
-    tokenizer = LoadedTokenizer.load(smollm2, 49152)
+    tokenizer = LoadedTokenizer.load(smollm2)
     row = Conversation((Message("assistant", "end"), Message("user", "a"), Message("assistant", "im_end")))
     assert supervised(tokenizer, row) == ["end<|im_end|>", "im_end<|im_end|>"]
 
@@ -193,7 +193,7 @@ def test_a_template_is_tokenised_without_added_special_tokens_and_plain_text_wit
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )
-    loaded = LoadedTokenizer(tokenizer, vocab_size=49152)
+    loaded = LoadedTokenizer(tokenizer)
     rows = [Text("one two"), conversation("a", "b"), PromptCompletion("one", " two")]
     (text, text_mask), (chat, _), (pair, pair_mask) = loaded.encode([loaded.render(r, every_token=False) for r in rows])
     assert loaded.decode(text.tolist()) == "<|im_start|>one two"
@@ -203,14 +203,13 @@ def test_a_template_is_tokenised_without_added_special_tokens_and_plain_text_wit
     assert text_mask[1:].all()
 
 
-def test_token_ids_beyond_the_vocabulary_are_a_row_error(with_template: WithTemplate) -> None:
-    tokenizer = with_template(None)
-    ids, mask = tokenizer.check_ids(TokenIds((3, 49151), None))
+def test_token_ids_beyond_the_vocabulary_are_a_row_error() -> None:
+    ids, mask = check_ids(TokenIds((3, 49151), None), 49152)
     assert (ids.dtype, ids.tolist(), mask.tolist()) == (np.int32, [3, 49151], [1, 1])
     with pytest.raises(RowError, match="token_id_range"):
-        tokenizer.check_ids(TokenIds((49152,), None))
+        check_ids(TokenIds((49152,), None), 49152)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=str(tmp_path)):
-        LoadedTokenizer.load(tmp_path, 10)
+        LoadedTokenizer.load(tmp_path)

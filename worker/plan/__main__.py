@@ -6,6 +6,7 @@ Tokenising keeps an interpreter busy for minutes, so it has one of its own. It d
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -66,7 +67,7 @@ def answer(request: bytes, reporter: Reporter) -> PlanResultLine | PlanErrorLine
             wanted.layers,
             wanted.final,
             wanted.model,
-            LoadedTokenizer.load(Path(wanted.model.path), wanted.model.vocab_size),
+            partial(LoadedTokenizer.load, Path(wanted.model.path)),
             report_errors=reporter.errors,
             report_progress=reporter.progress,
         )

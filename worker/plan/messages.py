@@ -28,9 +28,10 @@ class PlanRequest(Schema):
 
 
 class PlanProgressLine(Schema):
-    """Sent every half second while lines are looked at; `phase` is `loading` until the tokenizer is there.
+    """Sent every half second while lines are looked at; `phase` is `loading` before the first.
 
-    A single row of many megabytes, which the tokenizer takes in one bite, may delay the next line.
+    Loading the tokenizer, which the first row that needs it does, may delay the next line, and so may a single row of
+    many megabytes, which the tokenizer takes in one bite.
     """
 
     kind: Literal["progress"] = "progress"

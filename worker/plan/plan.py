@@ -6,6 +6,7 @@ except blank lines and those that were bad at upload, which the service has list
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from layertap.layout import token_bytes
@@ -14,7 +15,7 @@ from layertap.schemas.jobs import Final, LossMask, Overflow
 from layertap.schemas.tasks import MAX_ROW_ERRORS_PER_CALL, PlannedShard, PlanSpec, TaskRowProblem
 from layertap.schemas.workers import ModelFacts
 from worker.plan.policy import OverflowRefusedError, limit, settle
-from worker.plan.render import Ids, LoadedTokenizer, Mask, Rendered
+from worker.plan.render import Ids, LoadedTokenizer, Mask, Rendered, check_ids
 from worker.plan.shards import ShardPacker
 from worker.plan.tokens import TokenRowsWriter
 
@@ -74,17 +75,19 @@ def make_plan(
     layers: list[int],
     final: Final,
     model: ModelFacts,
-    tokenizer: LoadedTokenizer,
+    load_tokenizer: Callable[[], LoadedTokenizer],
     report_errors: Callable[[list[TaskRowProblem]], None],
     report_progress: Callable[[PlanProgress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> PlanResult:
     """Tokenises `dataset_file` into `tokens_dir` and packs its rows into shards.
 
+    `load_tokenizer` is called by the first row that is more than token ids, so data sets of token ids need none.
     `report_errors` is given the row errors in order of their lines, a bounded list at a time; `report_progress` is
     called for every line that is looked at and after every batch; `should_stop` is asked before every batch. Raises
-    `PlanError`, `PlanStoppedError`, `OSError`.
+    `PlanError`, `PlanStoppedError`, `TokenizerError`, `OSError`.
     """
+    tokenizer = cache(load_tokenizer)
     longest = limit(spec.max_tokens, model.max_row_tokens)
     per_token = token_bytes(len(layers), model.hidden_size, model.pins.dtype, final is not Final.NONE)
     packer = ShardPacker(per_token, spec.shard_bytes)
@@ -97,7 +100,7 @@ def make_plan(
         for last_line, lines in _batches(dataset_file):
             if should_stop():
                 raise PlanStoppedError
-            batch = _tokenise(lines, tokenizer, spec.loss_mask, seen)
+            batch = _tokenise(lines, tokenizer, model.vocab_size, spec.loss_mask, seen)
             _settle(batch, longest, spec.overflow, spec.loss_mask)
             for row_id, (ids, mask) in sorted(batch.ready.items()):
                 writer.add(row_id, ids, mask)
@@ -126,7 +129,11 @@ def _batches(dataset_file: Path) -> Iterator[tuple[int, dict[int, bytes]]]:
 
 
 def _tokenise(
-    lines: dict[int, bytes], tokenizer: LoadedTokenizer, loss_mask: LossMask, seen: Callable[[int], None]
+    lines: dict[int, bytes],
+    tokenizer: Callable[[], LoadedTokenizer],
+    vocab_size: int,
+    loss_mask: LossMask,
+    seen: Callable[[int], None],
 ) -> _Batch:
     batch = _Batch()
     for row_id, line in lines.items():
@@ -137,17 +144,22 @@ def _tokenise(
             continue  # listed by the service at upload
         try:
             if isinstance(row, TokenIds):
-                batch.ready[row_id] = tokenizer.check_ids(row)
+                batch.ready[row_id] = check_ids(row, vocab_size)
             else:
-                batch.texts[row_id] = tokenizer.render(row, every_token=loss_mask is LossMask.ALL)
+                batch.texts[row_id] = tokenizer().render(row, every_token=loss_mask is LossMask.ALL)
         except RowError as error:
             batch.problems[row_id] = error
+    if batch.texts:
+        _encode(batch, tokenizer())
+    return batch
+
+
+def _encode(batch: _Batch, tokenizer: LoadedTokenizer) -> None:
     try:
         encoded = tokenizer.encode(list(batch.texts.values()))
         batch.ready.update(zip(batch.texts, encoded, strict=True))
     except Exception:  # noqa: BLE001 - whatever one row did to the tokenizer must not cost the others
         _encode_singly(batch, tokenizer)
-    return batch
 
 
 def _encode_singly(batch: _Batch, tokenizer: LoadedTokenizer) -> None:

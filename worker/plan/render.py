@@ -39,9 +39,9 @@ class Rendered:
 
 
 class LoadedTokenizer:
-    """A model's fast tokenizer and chat template. `vocab_size` is the model's: ids at or above it are refused."""
+    """A model's fast tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise TokenizerError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so tokens cannot be traced to characters; "
@@ -49,18 +49,18 @@ class LoadedTokenizer:
             )
         self._tokenizer = tokenizer
         self._backend = _untrimmed(tokenizer.backend_tokenizer)
-        self.vocab_size = vocab_size
         self.has_chat_template = bool(tokenizer.chat_template)
         self._end_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
         self._prompts_generation = self.has_chat_template and self._probe_generation_prompt()
 
     @staticmethod
-    def load(folder: Path, vocab_size: int) -> "LoadedTokenizer":
+    def load(folder: Path) -> "LoadedTokenizer":
         """The tokenizer of the model at `folder`, from its files alone. Raises `TokenizerError` if it does not load."""
         try:
-            return LoadedTokenizer(_tokenizer_class(folder).from_pretrained(folder, local_files_only=True), vocab_size)
+            return LoadedTokenizer(_tokenizer_class(folder).from_pretrained(folder, local_files_only=True))
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise TokenizerError(f"the tokenizer in {folder} does not load: {error}") from error
+            remedy = "add a tokenizer.json to the model folder, or send input_ids rows"
+            raise TokenizerError(f"the tokenizer in {folder} does not load: {error}; {remedy}") from error
 
     def render(self, row: Conversation | PromptCompletion | Text, every_token: bool) -> Rendered:
         """The row as text. `every_token`: the caller supervises all of it, so no turn needs to be found.
@@ -97,16 +97,6 @@ class LoadedTokenizer:
             for i, encoding in zip(chosen, self._backend.encode_batch(texts, add_special_tokens=special), strict=True):
                 made[i] = _masked(encoding, rendered[i])
         return [pair for pair in made if pair is not None]
-
-    def check_ids(self, row: TokenIds) -> tuple[Ids, Mask]:
-        """Ids as they came, and their mask, all ones by default. Raises `RowError` for an id the model lacks."""
-        ids = np.array(row.input_ids, dtype=np.int32)
-        if int(ids.max()) >= self.vocab_size:
-            raise RowError(
-                "token_id_range", f"input_ids holds {int(ids.max())}; this model's ids end at {self.vocab_size - 1}"
-            )
-        mask = np.ones(len(ids), np.uint8) if row.loss_mask is None else np.array(row.loss_mask, dtype=np.uint8)
-        return ids, mask
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -157,6 +147,15 @@ class LoadedTokenizer:
             "turn_not_found",
             f"messages[{i}] cannot be found in what the chat template made of it; send text or input_ids",
         )
+
+
+def check_ids(row: TokenIds, vocab_size: int) -> tuple[Ids, Mask]:
+    """Ids as they came, and their mask, all ones by default. Raises `RowError` for an id that the model lacks."""
+    ids = np.array(row.input_ids, dtype=np.int32)
+    if int(ids.max()) >= vocab_size:
+        raise RowError("token_id_range", f"input_ids holds {int(ids.max())}; this model's ids end at {vocab_size - 1}")
+    mask = np.ones(len(ids), np.uint8) if row.loss_mask is None else np.array(row.loss_mask, dtype=np.uint8)
+    return ids, mask
 
 
 def _masked(encoding: Any, rendered: Rendered) -> tuple[Ids, Mask]:
