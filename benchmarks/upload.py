@@ -22,11 +22,11 @@ from worker import models
 from worker.plan.messages import PlanRequest, PlanResultLine
 from worker.plan.process import plan_lines
 
-BOUND_SECONDS = 130.0
+BOUND_SECONDS = 170.0
 UPLOAD_BYTES = 100_000_000
-PLAN_ROWS = 6000
-_UPLOADS = Budget(seconds=40, fewest=3, most=5)
-_PLANS = Budget(seconds=45, fewest=3, most=5)
+PLAN_ROWS = 4000
+_UPLOADS = Budget(seconds=30, fewest=3, most=5)
+_PLANS = Budget(seconds=40, fewest=3, most=5)
 _QUIET_SECONDS = 60.0
 
 
