@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+MAX_LINE_BYTES = 64 * 1024 * 1024
+"""Longest line of a data set, without its line break. A longer one is a bad row, and nobody holds it in memory."""
 MAX_NESTING = 100
 """Deepest nesting of a line; below the interpreter's own limit, so the verdict does not hang on the caller's stack."""
 MAX_TOKEN_ID = 2**31 - 1

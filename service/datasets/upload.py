@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from layertap.rows import RowError, parse_row
+from layertap.rows import MAX_LINE_BYTES, RowError, parse_row
 from layertap.storage_paths import dataset_dir, dataset_file
 from service.storage import UPLOADING, UPLOADS, Storage, try_lock
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_STORED_ERRORS = 100_000
 MAX_REASON = 500
 FIRST_ERRORS = 20

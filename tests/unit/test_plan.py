@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from layertap.schemas.jobs import Final, LossMask, Overflow
 from layertap.schemas.tasks import PlanSpec, TaskRowProblem
 from layertap.schemas.workers import ModelFacts
 from worker import models
+from worker.plan import plan
 from worker.plan.messages import PlanLine, PlanProgressLine, PlanRequest, PlanResultLine, RowErrorsLine
 from worker.plan.plan import PlanError, PlanProgress, PlanResult, PlanStoppedError, make_plan
 from worker.plan.process import plan_lines
@@ -210,6 +212,35 @@ def test_the_tokenizer_is_loaded_once(tmp_path: Path, facts: ModelFacts, tokeniz
     paths = (tmp_path / "rows.jsonl", tmp_path / "tokens.g1")
     make_plan(*paths, spec(), [2], Final.NONE, facts, load, report_errors=lambda errors: None)
     assert loads == [1]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"], ids=repr)
+def test_a_line_is_as_long_as_at_upload_or_passed_over(
+    tmp_path: Path, facts: ModelFacts, tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    monkeypatch.setattr(plan, "MAX_LINE_BYTES", 100)
+    fits = b'{"input_ids": [1]}'.ljust(100)
+    too_long = fits + b" "
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join([fits, too_long, b"", too_long * 50, fits, too_long, fits]) + end)
+    planned = Planned(tmp_path, facts, tokenizer, spec())
+    assert planned.rows.row_ids.tolist() == [0, 4, 6]
+    assert planned.errors == []
+    assert planned.progress[-1].lines == 7
+
+
+def test_a_line_that_is_too_long_is_never_held(
+    tmp_path: Path, facts: ModelFacts, tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MAX_LINE_BYTES", 1000)
+    write_rows(tmp_path, [{"input_ids": [1]}, b" " * (32 << 20), {"input_ids": [2]}])
+    tracemalloc.start()
+    try:
+        planned = Planned(tmp_path, facts, tokenizer, spec())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert planned.rows.row_ids.tolist() == [0, 2]
+    assert peak < 8 << 20
 
 
 def test_a_stopped_plan_leaves_nothing_readable(tmp_path: Path, facts: ModelFacts, tokenizer: LoadedTokenizer) -> None:

@@ -1,16 +1,17 @@
 """A plan: the whole data set streamed once, tokenised in batches, written down, and cut into shards.
 
-Memory is bounded by one batch and the longest line. Every line ends as a row of the tokenised rows or as a row error,
-except blank lines and those that were bad at upload, which the service has listed already.
+Memory is bounded by one batch and the longest line allowed. Every line ends as a row of the tokenised rows or as a row
+error, except blank lines and those that were bad at upload, which the service has listed already.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 from layertap.layout import token_bytes
-from layertap.rows import RowError, TokenIds, parse_row
+from layertap.rows import MAX_LINE_BYTES, RowError, TokenIds, parse_row
 from layertap.schemas.jobs import Final, LossMask, Overflow
 from layertap.schemas.tasks import MAX_ROW_ERRORS_PER_CALL, PlannedShard, PlanSpec, TaskRowProblem
 from layertap.schemas.workers import ModelFacts
@@ -23,6 +24,7 @@ BATCH_ROWS = 1024
 BATCH_BYTES = 512 * 1024
 """Of JSON. Small enough that a batch takes well under a second on one core, so that progress is seen."""
 _REASON_CHARS = 1000
+_SKIPPED_BYTES = 1 << 20
 
 
 class PlanError(Exception):
@@ -117,7 +119,7 @@ def _batches(dataset_file: Path) -> Iterator[tuple[int, dict[int, bytes]]]:
     lines: dict[int, bytes] = {}
     size, number = 0, -1
     with dataset_file.open("rb") as file:
-        for number, line in enumerate(file):
+        for number, line in enumerate(_bounded_lines(file)):
             if line.strip():
                 lines[number] = line
             size += len(line)
@@ -126,6 +128,18 @@ def _batches(dataset_file: Path) -> Iterator[tuple[int, dict[int, bytes]]]:
                 lines, size = {}, 0
     if number >= 0:
         yield number, lines
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Every line, with a blank one for each that the service refused as too long."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if line.endswith(b"\n") or len(line) <= MAX_LINE_BYTES:
+            yield line
+            continue
+        del line  # not held beside the pieces
+        while (piece := file.readline(_SKIPPED_BYTES)) and not piece.endswith(b"\n"):
+            pass
+        yield b"\n"
 
 
 def _tokenise(
