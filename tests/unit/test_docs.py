@@ -6,6 +6,7 @@ Codes are collected from the syntax trees of the code, so that a new one without
 import ast
 import re
 from collections.abc import Iterator
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import service.settings
 import worker.settings
 from layertap.cli.app import app
 from layertap.layout import token_bytes
+from layertap.schemas.incidents import Blame, IncidentKind
+from worker.watchdog.rules import Phase
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -239,5 +242,31 @@ def test_tests_that_the_docs_name_exist() -> None:
         assert named <= existing, f"{page.name}: {named - existing}"
 
 
-def test_the_incidents_have_their_place() -> None:
-    assert "incidents" in anchors(ROOT / "docs" / "operations.md")
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [("incident-kinds", IncidentKind), ("blames", Blame), ("phases", Phase)],
+    ids=lambda value: str(value),
+)
+def test_the_words_of_incidents_are_those_of_the_code(mark: str, words: type[StrEnum]) -> None:
+    assert documented("operations.md", mark) == [word.value for word in words]
+
+
+def test_the_deadlines_of_the_watchdog_are_the_settings() -> None:
+    named = {}
+    for row in table_after("operations.md", "phases"):
+        named |= {name: int(text.replace(",", "")) for name, text in re.findall(r"`(\w+)` \(([\d,]+) s\)", row[3])}
+    fields = worker.settings.Settings.model_fields
+    assert named == {name: fields[name].default for name in named}
+    assert set(named) == {"launch_quiet", "launch_timeout", "check_timeout", "stall_timeout"}
+
+
+def test_environment_variables_that_the_docs_name_are_read_or_set_by_the_code() -> None:
+    settings = [*service.settings.Settings.model_fields, *worker.settings.Settings.model_fields]
+    known = {f"LAYERTAP_{name.upper()}" for name in settings}
+    for _, tree in trees("layertap", "service", "worker"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                known |= set(re.findall(r"^LAYERTAP_[A-Z_]*[A-Z]$", node.value))
+    for page in PAGES:
+        named = set(re.findall(r"LAYERTAP_[A-Z_]*[A-Z]", page.read_text()))
+        assert named <= known, f"{page.name}: {named - known}"
