@@ -105,9 +105,9 @@ class ShardPrefill:
                     await asyncio.shield(engine.client.abort(rid.lease_prefix))
 
     async def _clear_suspects(self, work: Prefill) -> None:
-        while group := [row for row in self._suspects.group if row not in self._written]:
+        while self._suspects.group:
             try:
-                await work.run_alone(self.rows, group)
+                await work.run_alone(self.rows, [row for row in self._suspects.group if row not in self._written])
             except EngineDownError:
                 self._convict()
                 raise
