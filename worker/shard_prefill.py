@@ -70,6 +70,7 @@ class ShardPrefill:
                 logger.warning("%s: %s", self.held.lease.task, error)
             self.keeper.phase(self.held, "engine restart", self.restart_seconds)
             await self.host.ensure(self.facts)
+            self._name_guilty()
         else:
             raise EngineKeepsDyingError(f"the engine died {_MOST_ENGINES} times under this task")
         for row, count in self._nonfinite.items():
@@ -109,12 +110,12 @@ class ShardPrefill:
             try:
                 await work.run_alone(self.rows, [row for row in self._suspects.group if row not in self._written])
             except EngineDownError:
-                self._convict()
+                self._suspects.convicted()
                 raise
             self._suspects.cleared()
 
-    def _convict(self) -> None:
-        self._suspects.convicted()
+    def _name_guilty(self) -> None:
+        """Notes the rows found guilty, with the incident, which is known once the dead engine is over with."""
         for row in self._suspects.guilty:
             incident = self.host.last_incident
             where = f"; see incident {incident}" if incident else ""

@@ -63,11 +63,9 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """What the engine is. Raises `EngineDownError`."""
-        try:
-            response = await self._http.get("/get_server_info", timeout=30.0)
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            raise EngineDownError(f"get_server_info: {error!r}") from error
+        response = await self._send("GET", "/get_server_info", timeout=30.0)
+        if not response.is_success:
+            raise EngineDownError(f"/get_server_info: HTTP {response.status_code}: {_message(response)}")
         answer = response.json()
         # The scheduler refuses a row of max_req_input_len tokens and more.
         return EngineInfo(
@@ -89,24 +87,27 @@ class EngineClient:
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             **options,
         }
-        try:
-            response = await self._http.post("/generate", json=body)
-        except httpx.TransportError as error:
-            raise EngineDownError(f"generate: {error!r}") from error
+        response = await self._send("POST", "/generate", json=body)
         if 400 <= response.status_code < 500:
             raise EngineRefusedError(_message(response))
         if not response.is_success:
-            raise EngineDownError(f"generate: HTTP {response.status_code}: {_message(response)}")
+            raise EngineDownError(f"/generate: HTTP {response.status_code}: {_message(response)}")
         outcome = {answer["meta_info"]["id"]: answer["meta_info"].get("finish_reason") for answer in response.json()}
         return [_abort_reason(outcome.get(rid, {"type": "missing"})) for rid in rids]
 
     async def abort(self, prefix: str) -> None:
         """Aborts every request whose id starts with `prefix`. Raises `EngineDownError`."""
+        response = await self._send("POST", "/abort_request", json={"rid": prefix}, timeout=10.0)
+        if not response.is_success:
+            raise EngineDownError(f"/abort_request: HTTP {response.status_code}: {_message(response)}")
+
+    async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        if self._http.is_closed:
+            raise EngineDownError(f"{path}: the engine has been stopped")
         try:
-            response = await self._http.post("/abort_request", json={"rid": prefix}, timeout=10.0)
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            raise EngineDownError(f"abort_request: {error!r}") from error
+            return await self._http.request(method, path, **more)
+        except httpx.TransportError as error:
+            raise EngineDownError(f"{path}: {error!r}") from error
 
 
 def _message(response: httpx.Response) -> str:
