@@ -70,7 +70,7 @@ class ShardPrefill:
                 logger.warning("%s: %s", self.held.lease.task, error)
             self.keeper.phase(self.held, "engine restart", self.restart_seconds)
             await self.host.ensure(self.facts)
-            self._name_guilty()
+            await self._name_guilty()
         else:
             raise EngineKeepsDyingError(f"the engine died {_MOST_ENGINES} times under this task")
         for row, count in self._nonfinite.items():
@@ -114,14 +114,13 @@ class ShardPrefill:
                 raise
             self._suspects.cleared()
 
-    def _name_guilty(self) -> None:
+    async def _name_guilty(self) -> None:
         """Notes the rows found guilty, with the incident, which is known once the dead engine is over with."""
         for row in self._suspects.guilty:
-            incident = self.host.last_incident
-            where = f"; see incident {incident}" if incident else ""
-            self.failures.setdefault(
-                row, RowFailure("kills_engine", f"the engine died or hung with this row alone in flight{where}")
-            )
+            if row not in self.failures:
+                incident = await self.host.blame_row()
+                reason = f"the engine died or hung with this row alone in flight; see incident {incident}"
+                self.failures[row] = RowFailure("kills_engine", reason)
 
     def _left(self) -> list[int]:
         return [i for i in range(len(self.rows)) if i not in self._written and i not in self.failures]

@@ -46,7 +46,6 @@ class _Host:
 
     def __init__(self, engine: Engine, budget: InFlight) -> None:
         self.budget = budget
-        self.last_incident = None
         self._engine = engine
 
     @asynccontextmanager

@@ -84,7 +84,7 @@ class EngineHost:
         )
         self.budget = InFlight(settings.max_inflight_tokens or _INFLIGHT_CHUNKS * chunk)
         self.status = "no engine"
-        self.last_incident: str | None = None
+        self._last_incident: IncidentReport | None = None
 
     @property
     def model(self) -> str | None:
@@ -125,6 +125,14 @@ class EngineHost:
         finally:
             self._users -= 1
             await asyncio.shield(self._notify())
+
+    async def blame_row(self) -> str | None:
+        """A row alone in flight was what the last incident was about: says so, and returns the incident's id."""
+        if self._last_incident is None:
+            return None
+        self._last_incident = self._last_incident.model_copy(update={"blame": Blame.ROW})
+        await self._report(self._last_incident)
+        return self._last_incident.id
 
     async def stop(self) -> None:
         """Ends the engine, used or not."""
@@ -219,7 +227,7 @@ class EngineHost:
 
     async def _publish(self, draft: Draft, blame: Blame) -> None:
         report = draft.report(blame)
-        self.last_incident = report.id
+        self._last_incident = report
         Draft.save(report, self._settings.run_dir / "incidents")
         await self._report(report)
 
