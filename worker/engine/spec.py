@@ -72,6 +72,8 @@ def command(spec: EngineSpec, port: int, api_key: str, applied: Applied) -> list
         flags["--max-total-tokens"] = str(cache_tokens)
     if spec.device == "cpu":
         flags |= {"--attention-backend": "torch_native", "--mem-fraction-static": "0.1"}
+        # An idle scheduler spins; on a CPU engine it would take the core that others need.
+        switches.append("--sleep-on-idle")
     else:
         switches.append("--disable-cuda-graph")
         if version_tuple(spec.engine_version) >= (0, 5, 22):
