@@ -65,6 +65,8 @@ def _measured(name: str, model: Path, deadline: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="layertap-bench-") as folder:
         output = Path(folder) / "result.json"
         words = [sys.executable, "-m", "benchmarks", "--model", str(model), "--measure", name, "--output", str(output)]
+        # Threads that spin while they wait for each other make every figure on a busy machine a matter of luck.
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
         began, load = time.monotonic(), machine.load()
         child = Child(name, words, Path(folder) / "log", env)
         try:

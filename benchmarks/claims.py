@@ -30,7 +30,7 @@ from service.tasks import claims
 BOUND_SECONDS = 110.0
 CLAIMERS = 8
 _CLAIMS_EACH = 40
-_BUDGET = Budget(seconds=40, fewest=3, most=9)
+_BUDGET = Budget(seconds=30, fewest=3, most=9)
 _TIMEOUT = 60.0
 _HTTP, _DIRECT = "over HTTP", "without HTTP"
 

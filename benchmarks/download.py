@@ -23,7 +23,7 @@ from layertap.client import Client
 
 BOUND_SECONDS = 110.0
 SIZE = 1 << 30
-_BUDGET = Budget(seconds=60, fewest=3, most=5)
+_BUDGET = Budget(seconds=45, fewest=3, most=5)
 _CHUNK = 1 << 20
 _TIMEOUT = 60.0
 _RESUMED = "the rest of one cut in the middle"

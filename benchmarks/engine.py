@@ -120,10 +120,9 @@ class Passes:
         if any(outcome is not None for outcome in outcomes):
             raise RuntimeError(f"the engine aborted a row: {outcomes}")
 
-    async def sized(self, seconds: float, fewest: int) -> "Passes":
-        """The same with as many of the rows, at least `fewest`, as a plain pass now takes `seconds` for."""
-        small = replace(self, rows=spread(self.rows, 0, _WARM_UP_ROWS))
-        return replace(self, rows=spread(self.rows, small.tokens * seconds / await small.plain(), fewest))
+    def some(self, tokens: int, fewest: int) -> "Passes":
+        """The same with about `tokens` tokens of the rows, at least `fewest` rows."""
+        return replace(self, rows=spread(self.rows, tokens, fewest))
 
     @property
     def _batch_tokens(self) -> int:
@@ -158,7 +157,7 @@ async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterat
         layers = boundaries.resolve(None, Preset.EAGLE3, facts.num_layers)
         budget = InFlight(_INFLIGHT_CHUNKS * chunk_tokens(0, "cpu"))
         passes = Passes(engine, budget, rows, layers, folder)
-        small = replace(passes, rows=spread(rows, 0, _WARM_UP_ROWS))
+        small = passes.some(0, _WARM_UP_ROWS)
         await small.plain()
         await small.extract()
         yield passes

@@ -15,9 +15,8 @@ from benchmarks.pairs import Budget, Rate, Ratio, Result, Run, in_turn, rate, ra
 from benchmarks.rows import Ids
 
 AIM = 3.0
-_PASS_SECONDS = 5.0
-_FEWEST_ROWS = 8
-_BUDGET = Budget(seconds=160, fewest=3, most=7)
+_TOKENS = 3200
+_BUDGET = Budget(seconds=200, fewest=3, most=9)
 _VARIANTS = [("bfloat16", 1), ("bfloat16", 8), ("float32", 1), ("float32", 8)]
 
 
@@ -75,7 +74,7 @@ class HuggingFace:
 
 async def measure(model: Path, every: Passes) -> Result:
     """Rounds of an extraction and four Hugging Face passes: bf16 and float32, one row and eight padded rows a time."""
-    passes = await every.sized(_PASS_SECONDS, _FEWEST_ROWS)
+    passes = every.some(_TOKENS, 8)
     runs: dict[str, Run] = {"extraction": passes.extract}
     with passes.paused():
         loaded = {dtype: HuggingFace(model, dtype, passes.layers, passes.folder) for dtype, _ in _VARIANTS}
