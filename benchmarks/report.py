@@ -28,7 +28,8 @@ def render(run: dict[str, Any]) -> None:
     if not begin or not end:
         raise SystemExit(f"{PAGE.name} lacks the lines {BEGIN} and {END}")
     body = "\n".join(lines(run))
-    PAGE.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after}")
+    picture = f"![Every ratio with its spread]({PLOT.name})"
+    PAGE.write_text(f"{before}{BEGIN}\n\n{picture}\n\n{body}\n\n{END}{after}")
     draw(run)
 
 

@@ -102,6 +102,8 @@ def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, app
         "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
     }
     if spec.device == "cpu":
+        # Threads that spin while they wait for each other starve whatever else the machine does.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cpu_binding(spec.tensor_parallel))
     return {name: value for name, value in env.items() if value}
 
