@@ -4,6 +4,7 @@ The weights are drawn so that every block changes the residual stream by far mor
 weights of its own: a boundary off by one, or a norm too many or too few, cannot pass for right.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,23 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct: 30 blocks, hidden size 576, bf16."""
     return demo_model.make(CACHE / demo_model.NAME)
+
+
+def smollm2_float32() -> Path:
+    """The same weights as `smollm2`, as float32: what is wrong with its states then is no rounding."""
+    bf16 = smollm2()
+    return demo_model.make_once(CACHE / f"{bf16.name}-float32", lambda folder: _widen(bf16, folder))
+
+
+def _widen(bf16: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(bf16, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = {name: tensor.float() for name, tensor in load_file(bf16 / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((bf16 / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
 
 
 def tiny(name: str) -> Path:

@@ -18,11 +18,14 @@ class Reference(NamedTuple):
     final: States
 
 
-def states(model_dir: Path, input_ids: Sequence[int], layers: Sequence[int]) -> Reference:
-    """The row's states at the boundaries `layers`, and its final hidden state. S = len(input_ids)."""
+def states(model_dir: Path, input_ids: Sequence[int], layers: Sequence[int], dtype: str = "float32") -> Reference:
+    """The row's states at the boundaries `layers`, and its final hidden state. S = len(input_ids).
+
+    `dtype` is what Hugging Face computes in; another than float32 tells what rounding alone costs.
+    """
     import torch
 
-    model = _model(model_dir)
+    model = _model(model_dir, dtype)
     before_norm: list[Any] = []
     # `output_hidden_states` has the norm applied to its last entry, so boundary L is read where the norm takes it in.
     hook = model.model.norm.register_forward_pre_hook(lambda module, inputs: before_norm.append(inputs[0]))
@@ -34,7 +37,7 @@ def states(model_dir: Path, input_ids: Sequence[int], layers: Sequence[int]) -> 
         hook.remove()
     (last,) = before_norm
     entries = [*out.hidden_states[:-1], last]
-    return Reference({k: entries[k][0].numpy() for k in layers}, out.last_hidden_state[0].numpy())
+    return Reference({k: entries[k][0].float().numpy() for k in layers}, out.last_hidden_state[0].float().numpy())
 
 
 def boundaries(model_dir: Path, input_ids: Sequence[int], layers: Sequence[int]) -> dict[int, States]:
@@ -56,7 +59,7 @@ def relative_error(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
 
 
 @lru_cache(maxsize=4)
-def _model(model_dir: Path, dtype: str = "float32") -> Any:
+def _model(model_dir: Path, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -30,7 +30,7 @@ class Chain(NamedTuple):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["chunked", "whole"])
 def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Iterator[Chain]:
-    models = [*map(tiny_models.tiny, tiny_models.NAMES), smollm2]
+    models = [*map(tiny_models.tiny, tiny_models.NAMES), smollm2, tiny_models.smollm2_float32()]
     with open_stack(tmp_path_factory.mktemp("parity")) as stack:
         stack.start_worker("worker", *models, flags=CHUNKED if request.param else ())
         yield Chain(stack, request.param)
@@ -48,8 +48,8 @@ def rows_of_many_lengths() -> list[dict[str, list[int]] | str]:
     return ids
 
 
-def errors_against_the_reference(name: str, rows: Extraction, first_token: int = 0) -> dict[str, float]:
-    """The worst relative error over all rows, from `first_token` on, for each boundary and for the final state."""
+def errors_against_the_reference(name: str, rows: Extraction) -> dict[str, float]:
+    """The worst relative error over all rows, for each boundary and for the final state."""
     worst: dict[str, float] = {}
     layers = rows.manifest.layers
     for row in rows:
@@ -57,7 +57,7 @@ def errors_against_the_reference(name: str, rows: Extraction, first_token: int =
         assert row.final_hidden_state is not None
         pairs = {f"boundary {k}": (row.boundary(k), right.boundaries[k]) for k in layers}
         pairs["final"] = (row.final_hidden_state, right.final)
-        found = {p: reference.relative_error(a[first_token:], b[first_token:]) for p, (a, b) in pairs.items()}
+        found = {p: reference.relative_error(a, b) for p, (a, b) in pairs.items()}
         worst = {place: max(error, worst.get(place, 0.0)) for place, error in found.items()}
     return worst
 
@@ -105,34 +105,68 @@ def test_a_boundary_off_by_one_would_fail_the_two_per_cent(tiny: Tiny) -> None:
 
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
-FEW = [*EXAMPLES[:2], EXAMPLES[12], max(EXAMPLES, key=len), '{"input_ids": [1, 2]}', '{"text": "A plain line."}']
-"""Some conversations, the longest among them, and two short rows."""
+SMOLLM2_FLOAT32 = f"{SMOLLM2}-float32"
+LONGEST = max(EXAMPLES, key=len)
+FEW = [*EXAMPLES[:2], EXAMPLES[12], LONGEST]
+"""Real conversations, the shortest and the longest of the examples among them."""
+SHORT = ['{"input_ids": [1, 2]}', '{"text": "A plain line."}']
 
 
-def test_smollm2_is_within_two_per_cent_of_hugging_face_on_real_conversations(chain: Chain) -> None:
+@pytest.fixture(scope="module")
+def smollm2_float32(chain: Chain) -> Extraction:
+    return chain.stack.extract([*FEW, *SHORT], SMOLLM2_FLOAT32, range(31))
+
+
+def test_smollm2_in_float32_is_far_within_two_per_cent_at_every_boundary(smollm2_float32: Extraction) -> None:
+    assert len(smollm2_float32) == len(FEW) + len(SHORT)
+    assert max(len(row.input_ids) for row in smollm2_float32) > 1500
+    worst = errors_against_the_reference(SMOLLM2, smollm2_float32)
+    assert max(worst.values()) < TOLERANCE / 20, worst
+
+
+def test_a_boundary_of_smollm2_off_by_one_would_fail(smollm2_float32: Extraction) -> None:
+    for row in list(smollm2_float32)[: len(FEW)]:
+        right = reference.states(model_dir(SMOLLM2), row.input_ids.tolist(), range(31))
+        for k in range(30):
+            assert reference.relative_error(row.boundary(k), right.boundaries[k + 1]) > TOLERANCE, k
+            assert reference.relative_error(row.boundary(k + 1), right.boundaries[k]) > TOLERANCE, k
+        assert reference.relative_error(row.boundary(30), right.final) > TOLERANCE
+
+
+def errors_beyond_rounding(rows: Extraction) -> dict[tuple[int, int], tuple[float, float]]:
+    """By row and boundary, 31 for the final state: where SmolLM2 in bf16 is off by 2 % and by more than Hugging Face's
+    own bf16 is, each against float32.
+
+    From the middle of SmolLM2 on, one dimension of a row's first token outweighs all else in the row. What bf16 rounds
+    off it is 2 % and more of some rows, whoever computes it.
+    """
+    found = {}
+    layers = rows.manifest.layers
+    for row in rows:
+        ids = row.input_ids.tolist()
+        right = reference.states(model_dir(SMOLLM2), ids, layers)
+        rounded = reference.states(model_dir(SMOLLM2), ids, layers, "bfloat16")
+        assert row.final_hidden_state is not None
+        places = [(k, row.boundary(k), rounded.boundaries[k], right.boundaries[k]) for k in layers]
+        for k, ours, theirs, exact in [*places, (31, row.final_hidden_state, rounded.final, right.final)]:
+            error, rounding = reference.relative_error(ours, exact), reference.relative_error(theirs, exact)
+            if error > max(TOLERANCE, 1.25 * rounding):
+                found[row.row_id, k] = error, rounding
+    return found
+
+
+def test_smollm2_in_bf16_is_within_two_per_cent_or_within_what_bf16_allows(chain: Chain) -> None:
     rows = chain.stack.extract(FEW, SMOLLM2, [0, 1, 2, 15, 16, 28, 29, 30])
     assert len(rows) == len(FEW)
-    assert max(len(row.input_ids) for row in rows) > 1500
-    worst = errors_against_the_reference(SMOLLM2, rows)
-    assert max(worst.values()) < TOLERANCE, worst
-    # The first token is an attention sink whose norm is all of the row's from the middle of the model on: without it
-    # the comparison is of the other tokens.
-    worst = errors_against_the_reference(SMOLLM2, rows, first_token=1)
-    assert max(worst.values()) < TOLERANCE, worst
-
-
-def test_a_boundary_of_smollm2_off_by_one_would_fail(chain: Chain) -> None:
-    rows = chain.stack.extract(FEW[:3], SMOLLM2, range(31))
-    for row in rows:
-        right = reference.states(model_dir(SMOLLM2), row.input_ids.tolist(), range(31)).boundaries
-        for k in range(30):
-            assert reference.relative_error(row.boundary(k)[1:], right[k + 1][1:]) > 2 * TOLERANCE, k
-            assert reference.relative_error(row.boundary(k + 1)[1:], right[k][1:]) > 2 * TOLERANCE, k
+    assert not errors_beyond_rounding(rows)
 
 
 @pytest.mark.slow
-def test_every_example_conversation_is_within_two_per_cent_at_every_boundary(chain: Chain) -> None:
+def test_every_example_conversation_is_right_at_every_boundary(chain: Chain) -> None:
+    exact = chain.stack.extract(EXAMPLES, SMOLLM2_FLOAT32, range(31), shard_bytes=64 * 1024 * 1024)
+    assert (len(exact), exact.manifest.row_errors) == (59, 1)
+    worst = errors_against_the_reference(SMOLLM2, exact)
+    assert max(worst.values()) < TOLERANCE / 20, worst
     rows = chain.stack.extract(EXAMPLES, SMOLLM2, range(31), shard_bytes=64 * 1024 * 1024)
-    assert (len(rows), rows.manifest.row_errors) == (59, 1)
-    worst = errors_against_the_reference(SMOLLM2, rows)
-    assert max(worst.values()) < TOLERANCE, worst
+    assert len(rows) == 59
+    assert not errors_beyond_rounding(rows)
