@@ -32,9 +32,9 @@ _STOP_SECONDS = 30.0
 def main() -> int:
     """The exit code is 0 when every benchmark gave a result, whether or not it reached its aim."""
     arguments = _arguments()
+    # Told to end, whoever started something ends it first: Postgres, which runs as another user, has no tie to us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.measure:
-        # Told to end, a benchmark ends what it started first: Postgres, which runs as another user, has no tie to it.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         found = asyncio.run(importlib.import_module(f"benchmarks.{arguments.measure}").measure(arguments.model))
         arguments.output.write_text(json.dumps([result.as_json() for result in found]))
         return 0

@@ -20,6 +20,7 @@ from benchmarks import service_process
 from benchmarks.pairs import Budget, Rate, Ratio, Result, in_turn, rate, ratio, timed
 from benchmarks.service_process import Service, proof
 from layertap.client import Client
+from worker import tied
 
 BOUND_SECONDS = 110.0
 SIZE = 1 << 30
@@ -172,7 +173,8 @@ def _commit_shard(service: Service) -> tuple[str, Path, str]:
 @contextmanager
 def _sendfile_server(file: Path) -> Iterator[int]:
     """A process that sends `file` to whoever connects; its port."""
-    with subprocess.Popen([sys.executable, "-c", _SENDFILE, str(file)], stdout=subprocess.PIPE, text=True) as server:
+    words = tied.command(os.getpid(), [sys.executable, "-c", _SENDFILE, str(file)])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             yield int(server.stdout.readline())
