@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 DEMO_MODEL := .models/SmolLM2-135M-Instruct
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install demo test test-slow test-all soak check format bench openapi clean
+.PHONY: install demo test test-slow test-all check format bench openapi clean
 
 install: $(INSTALLED)
 
@@ -34,17 +34,13 @@ demo: $(INSTALLED) $(DEMO_MODEL)/config.json
 
 ## Lint, format, types, import contracts, then unit, integration and end-to-end tests on SQLite and Postgres.
 test: check
-	$(PYTEST) -m "not slow and not gpu and not soak"
+	$(PYTEST) -m "not slow and not gpu"
 
 ## Everything that needs no GPU (under an hour).
 test-all: test test-slow
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m "slow and not gpu and not soak"
-
-## Faults at random, one after another, until every row is accounted for.
-soak: $(INSTALLED)
-	$(PYTEST) -m soak
+	$(PYTEST) -m "slow and not gpu"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
