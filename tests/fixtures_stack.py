@@ -100,7 +100,8 @@ class WorkerProcess:
 
     def sessions(self) -> list[Path]:
         """Files of the capture sessions that are open now."""
-        return [file for folder in self.run_dir.glob("engine-*") for file in sessions_dir(folder).iterdir()]
+        # A glob, since an engine's folder may still be on its way.
+        return [file for folder in self.run_dir.glob("engine-*") for file in sessions_dir(folder).glob("*")]
 
     def progress(self) -> list[tuple[int, int]]:
         """For each shard in prefill: tokens written, and tokens in all."""

@@ -15,6 +15,8 @@ from layertap.reader import Extraction
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 TOLERANCE = 0.02
+EXACT = 0.001
+"""What is allowed where the engine computes in float32 too."""
 EXAMPLES = (Path(__file__).parents[2] / "examples" / "conversations.jsonl").read_text().splitlines()
 LENGTHS = (1, 2, 3, 31, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 5, 700, 8, 333, 1500, 64)
 """Rows of very different lengths, of one chunk exactly and of one token more, of many chunks."""
@@ -121,44 +123,59 @@ def test_smollm2_in_float32_is_far_within_two_per_cent_at_every_boundary(smollm2
     assert len(smollm2_float32) == len(FEW) + len(SHORT)
     assert max(len(row.input_ids) for row in smollm2_float32) > 1500
     worst = errors_against_the_reference(SMOLLM2, smollm2_float32)
-    assert max(worst.values()) < TOLERANCE / 20, worst
+    assert max(worst.values()) < EXACT, worst
 
 
-def test_a_boundary_of_smollm2_off_by_one_would_fail(smollm2_float32: Extraction) -> None:
+def test_a_boundary_of_smollm2_off_by_one_would_fail_that(smollm2_float32: Extraction) -> None:
     for row in list(smollm2_float32)[: len(FEW)]:
         right = reference.states(model_dir(SMOLLM2), row.input_ids.tolist(), range(31))
         for k in range(30):
-            assert reference.relative_error(row.boundary(k), right.boundaries[k + 1]) > TOLERANCE, k
-            assert reference.relative_error(row.boundary(k + 1), right.boundaries[k]) > TOLERANCE, k
-        assert reference.relative_error(row.boundary(30), right.final) > TOLERANCE
+            assert reference.relative_error(row.boundary(k), right.boundaries[k + 1]) > 2 * EXACT, k
+            assert reference.relative_error(row.boundary(k + 1), right.boundaries[k]) > 2 * EXACT, k
+        assert reference.relative_error(row.boundary(30), right.final) > 2 * EXACT
 
 
-def errors_beyond_rounding(rows: Extraction) -> dict[tuple[int, int], tuple[float, float]]:
-    """By row and boundary, 31 for the final state: where SmolLM2 in bf16 is off by 2 % and by more than Hugging Face's
-    own bf16 is, each against float32.
+class Errors(NamedTuple):
+    """Relative errors against float32, of the engine and of Hugging Face in bf16, by row and place."""
 
-    From the middle of SmolLM2 on, one dimension of a row's first token outweighs all else in the row. What bf16 rounds
-    off it is 2 % and more of some rows, whoever computes it.
-    """
-    found = {}
+    ours: list[float]
+    rounding: list[float]
+
+
+def bf16_errors(rows: Extraction, first_token: int) -> Errors:
+    """SmolLM2's errors from `first_token` of each row on, at every extracted boundary and of the final state."""
+    errors = Errors([], [])
     layers = rows.manifest.layers
     for row in rows:
         ids = row.input_ids.tolist()
         right = reference.states(model_dir(SMOLLM2), ids, layers)
         rounded = reference.states(model_dir(SMOLLM2), ids, layers, "bfloat16")
         assert row.final_hidden_state is not None
-        places = [(k, row.boundary(k), rounded.boundaries[k], right.boundaries[k]) for k in layers]
-        for k, ours, theirs, exact in [*places, (31, row.final_hidden_state, rounded.final, right.final)]:
-            error, rounding = reference.relative_error(ours, exact), reference.relative_error(theirs, exact)
-            if error > max(TOLERANCE, 1.25 * rounding):
-                found[row.row_id, k] = error, rounding
-    return found
+        places = [(row.boundary(k), rounded.boundaries[k], right.boundaries[k]) for k in layers]
+        for ours, theirs, exact in [*places, (row.final_hidden_state, rounded.final, right.final)]:
+            errors.ours.append(reference.relative_error(ours[first_token:], exact[first_token:]))
+            errors.rounding.append(reference.relative_error(theirs[first_token:], exact[first_token:]))
+    return errors
+
+
+def check_bf16(rows: Extraction) -> None:
+    """SmolLM2 in bf16 is within 2 %, or as near to float32 as Hugging Face's own bf16 is.
+
+    From the middle of SmolLM2 on, one number of a row's first token outweighs all else in the row, so that what is
+    rounded off it decides the row's error, whoever computes it: that is held to the worst rounding over all rows. The
+    other tokens are compared by themselves, row by row.
+    """
+    others = bf16_errors(rows, first_token=1)
+    for ours, rounding in zip(others.ours, others.rounding, strict=True):
+        assert ours < max(TOLERANCE, 1.25 * rounding)
+    whole = bf16_errors(rows, first_token=0)
+    assert max(whole.ours) < max(TOLERANCE, 1.25 * max(whole.rounding))
 
 
 def test_smollm2_in_bf16_is_within_two_per_cent_or_within_what_bf16_allows(chain: Chain) -> None:
     rows = chain.stack.extract(FEW, SMOLLM2, [0, 1, 2, 15, 16, 28, 29, 30])
     assert len(rows) == len(FEW)
-    assert not errors_beyond_rounding(rows)
+    check_bf16(rows)
 
 
 @pytest.mark.slow
@@ -166,7 +183,7 @@ def test_every_example_conversation_is_right_at_every_boundary(chain: Chain) -> 
     exact = chain.stack.extract(EXAMPLES, SMOLLM2_FLOAT32, range(31), shard_bytes=64 * 1024 * 1024)
     assert (len(exact), exact.manifest.row_errors) == (59, 1)
     worst = errors_against_the_reference(SMOLLM2, exact)
-    assert max(worst.values()) < TOLERANCE / 20, worst
+    assert max(worst.values()) < EXACT, worst
     rows = chain.stack.extract(EXAMPLES, SMOLLM2, range(31), shard_bytes=64 * 1024 * 1024)
     assert len(rows) == 59
-    assert not errors_beyond_rounding(rows)
+    check_bf16(rows)
