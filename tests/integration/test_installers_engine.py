@@ -16,7 +16,7 @@ from worker.patch.installer import InstallerName
 from worker.patch.package import TARGET, Condition, check, find_package
 from worker.patch.source import SourceInstaller
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 LENGTHS = (1, 40, 300)
 """The last is cut into chunks."""
