@@ -35,6 +35,7 @@ from worker.leases import HeldLease
 from worker.prefill import Prefill, batches
 from worker.settings import Settings
 from worker.shard_writer import ShardRows
+from worker.watchdog.evidence import redact, tail
 
 LAUNCH_SECONDS = 240.0
 PREFILL_SECONDS = 120.0
@@ -104,7 +105,7 @@ class Passes:
         run_dir = self.engine.directory
         rid = Rid(mask(self.layers), True, f"task_bench{next(_count)}", 1, 0, 0)
         ledger = Ledger.create(sessions_dir(run_dir) / f"{rid.session}.ledger", layout.lengths)
-        publish(run_dir, rid.session, _session(file, ledger, layout))
+        publish(run_dir, rid.session, Session.at(file, ledger, layout))
         work = Prefill(self.engine.client, self.budget, _held(rid, self.layers), ledger, rid, self._batch_tokens)
         try:
             await work.run(self.rows, range(len(self.rows)))
@@ -151,7 +152,7 @@ async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterat
     try:
         await engine.launch(LAUNCH_SECONDS)
     except EngineLaunchError as error:
-        raise RuntimeError(f"{error}\n{engine.log_tail()}") from error
+        raise RuntimeError(f"{error}\n{redact(tail(engine.log_path, 60))}") from error
     try:
         await check(engine, facts)
         layers = boundaries.resolve(None, Preset.EAGLE3, facts.num_layers)
@@ -193,14 +194,3 @@ def _held(rid: Rid, layers: list[int]) -> HeldLease:
         final=Final.POST_NORM,
     )
     return HeldLease(lease, "wrk_bench", time.monotonic() + lease.lease_seconds)
-
-
-def _session(file: Path, ledger: Ledger, layout: ShardLayout) -> Session:
-    return Session(
-        file=str(file.resolve()),
-        ledger=str(ledger.path.resolve()),
-        hidden_start=layout.tensors["hidden_states"].start,
-        hidden_token_bytes=layout.hidden_token_bytes,
-        final_start=layout.tensors["final_hidden_state"].start,
-        final_token_bytes=layout.final_token_bytes,
-    )

@@ -82,7 +82,7 @@ class ShardPrefill:
         lease = self.held.lease
         rid = Rid(mask(lease.layers), lease.final is Final.POST_NORM, lease.task, lease.generation, 0, 0)
         ledger = self._ledger(engine, rid)
-        publish(engine.directory, rid.session, _session(self.partial, ledger, self.layout))
+        publish(engine.directory, rid.session, Session.at(self.partial, ledger, self.layout))
         self.keeper.phase(self.held, "prefill", _PREFILL_GRACE_S, ledger.path)
         batch_tokens = chunk_tokens(engine.spec.chunked_prefill_size, engine.spec.device)
         work = Prefill(engine.client, self.host.budget, self.held, ledger, rid, batch_tokens, self.failures)
@@ -136,15 +136,3 @@ class ShardPrefill:
             self._written.add(row)
             if ledger.nonfinite[row]:
                 self._nonfinite[row] = int(ledger.nonfinite[row])
-
-
-def _session(partial: Path, ledger: Ledger, layout: ShardLayout) -> Session:
-    final = layout.tensors.get("final_hidden_state")
-    return Session(
-        file=str(partial.resolve()),
-        ledger=str(ledger.path.resolve()),
-        hidden_start=layout.tensors["hidden_states"].start,
-        hidden_token_bytes=layout.hidden_token_bytes,
-        final_start=None if final is None else final.start,
-        final_token_bytes=layout.final_token_bytes,
-    )

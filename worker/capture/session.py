@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from layertap.layout import ShardLayout
+
 _HEADER_WORDS = 8
 _MAGIC = 0x4C41594552544150  # "LAYERTAP"
 _WORD_MAGIC, _WORD_ROWS, _WORD_CLOSED, _WORD_ERRNO = range(4)
@@ -100,6 +102,19 @@ class Session:
     hidden_token_bytes: int
     final_start: int | None
     final_token_bytes: int
+
+    @classmethod
+    def at(cls, file: Path, ledger: Ledger, layout: ShardLayout) -> "Session":
+        """The session of a file laid out like that."""
+        final = layout.tensors.get("final_hidden_state")
+        return cls(
+            file=str(file.resolve()),
+            ledger=str(ledger.path.resolve()),
+            hidden_start=layout.tensors["hidden_states"].start,
+            hidden_token_bytes=layout.hidden_token_bytes,
+            final_start=None if final is None else final.start,
+            final_token_bytes=layout.final_token_bytes,
+        )
 
 
 def sessions_dir(run_dir: Path) -> Path:

@@ -31,7 +31,6 @@ MARK = "LAYERTAP_ENGINE_DIR"
 _POLL_S = 0.2
 _TERM_S = 3.0
 _KILL_S = 10.0
-_LOG_TAIL_LINES = 60
 _LOG_BYTES = 64 << 20
 
 
@@ -152,16 +151,6 @@ class Engine:
             )
         if any(report.pp_size > 1 for report in self.reports):
             raise EngineLaunchError("pipeline parallelism is not supported; use tensor parallelism")
-
-    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
-        """The last lines of the log."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, self.log_path.stat().st_size - (64 << 10)))
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:]).replace(self._api_key, "***")
 
     async def stop(self) -> None:
         """Ends every process: terminate, kill the group, sweep by mark, verify. Raises `EngineStopError`."""

@@ -49,7 +49,7 @@ async def probe(engine: Engine, rows: Sequence[npt.NDArray[np.int32]], boundarie
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.posix_fallocate(fd, 0, layout.nbytes)
-        publish(engine.directory, rid.session, _session(str(file), ledger, layout))
+        publish(engine.directory, rid.session, Session.at(file, ledger, layout))
         await _prefill(engine, rid, rows, ledger)
         return _read(fd, layout, ledger)
     finally:
@@ -77,17 +77,6 @@ async def _prefill(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32
                 f" (errno {ledger.errno})"
             )
         await asyncio.sleep(0.005)
-
-
-def _session(file: str, ledger: Ledger, layout: ShardLayout) -> Session:
-    return Session(
-        file=file,
-        ledger=str(ledger.path),
-        hidden_start=layout.tensors["hidden_states"].start,
-        hidden_token_bytes=layout.hidden_token_bytes,
-        final_start=layout.tensors["final_hidden_state"].start,
-        final_token_bytes=layout.final_token_bytes,
-    )
 
 
 def _read(fd: int, layout: ShardLayout, ledger: Ledger) -> list[Probed]:
