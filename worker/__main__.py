@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from layertap.children import adopt_orphans
 from worker.engine.engine import EngineStopError, end_marked
 from worker.engine.spec import chunk_tokens
 from worker.models import ModelError, discover
@@ -25,18 +26,12 @@ def main() -> int:
     settings = read_settings(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        models = discover(settings.model)
-    except ModelError as error:
-        logger.error("%s", error)
-        return 2
-    if not models:
-        logger.error("no model to offer; name at least one with --model DIR")
-        return 2
+    adopt_orphans()
     lock = _lock(settings.run_dir)
     if lock is None:
         logger.error("another worker uses %s; give each worker a --run-dir of its own", settings.run_dir)
         return 2
+    # Before anything that may take long or refuse: what a killed worker left behind goes first.
     try:
         ended = end_marked(settings.run_dir.resolve())
     except EngineStopError as error:
@@ -47,8 +42,12 @@ def main() -> int:
     try:
         restore_abandoned(find_package(), settings.patch_dir)
         _check_installer(settings)
-    except PatchError as error:
+        models = discover(settings.model)
+    except (PatchError, ModelError) as error:
         logger.error("%s", error)
+        return 2
+    if not models:
+        logger.error("no model to offer; name at least one with --model DIR")
         return 2
     device = _device(settings)
     worker = Worker(settings, models, device, chunk_tokens(settings.chunked_prefill_size, device))

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from worker import tied
@@ -179,8 +180,10 @@ class Engine:
         except subprocess.TimeoutExpired:
             logger.warning("engine %d ignored SIGTERM for %.0f s, killing its group", process.pid, _TERM_S)
         _signal_group(process.pid, signal.SIGKILL)
-        process.wait(_KILL_S)
-        end_marked(self.directory)
+        # One that does not even die of this, as in a driver's call, is named as a survivor below.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_S)
+        end_marked(self.directory, session=process.pid)
 
     def describe(self) -> dict[str, object]:
         """What the manifest says of the engine."""
@@ -199,12 +202,14 @@ class Engine:
         }
 
 
-def end_marked(directory: Path, timeout: float = _KILL_S) -> int:
-    """Ends every process that bears the mark of an engine at or below `directory`; returns how many there were.
+def end_marked(directory: Path, timeout: float = _KILL_S, session: int | None = None) -> int:
+    """Ends every process that bears the mark of an engine at or below `directory`, and all of `session` besides.
 
-    Raises `EngineStopError` if one survives.
+    Returns how many there were. Raises `EngineStopError` if one survives.
     """
     pids = processes.marked(MARK, str(directory), prefix=True)
+    if session is not None:
+        pids += [pid for pid in processes.of_session(session) if pid not in pids]
     left = processes.kill_and_verify(pids, timeout)
     if left:
         raise EngineStopError(f"processes {left} of the engine survived SIGKILL for {timeout:.0f} s")

@@ -1,12 +1,14 @@
 """Finding and ending processes, the one place that does either.
 
-An engine's processes are known by their process group and by a mark in their environment, never by name: its schedulers
-reparent and rename themselves.
+An engine's processes are known by their process group, their session and a mark in their environment, never by name:
+its schedulers reparent and rename themselves.
 """
 
 import os
 import signal
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _POLL_S = 0.05
@@ -24,13 +26,16 @@ def marked(variable: str, value: str, prefix: bool = False) -> list[int]:
     return found
 
 
+def of_session(session: int) -> list[int]:
+    """Processes of that session, the dead but unreaped ones too."""
+    numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in numbers if (fields := _stat(pid)) and int(fields[3]) == session]
+
+
 def alive(pid: int) -> bool:
     """Whether the process runs; a zombie, which only waits to be reaped, does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def send(pids: list[int], sig: signal.Signals) -> None:
@@ -43,14 +48,34 @@ def send(pids: list[int], sig: signal.Signals) -> None:
 
 
 def kill_and_verify(pids: list[int], timeout: float) -> list[int]:
-    """SIGKILL to each; returns those still alive after `timeout` seconds."""
+    """SIGKILL to each; returns those still alive after `timeout` seconds. Dead children of this process are reaped."""
     send(pids, signal.SIGKILL)
     deadline = time.monotonic() + timeout
     left = [pid for pid in pids if alive(pid)]
     while left and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         left = [pid for pid in left if alive(pid)]
+    reap(pid for pid in pids if pid not in left)
     return left
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Takes the exit status of each that is a dead child of this process.
+
+    Only what this process adopted may be named here: the status of a child that it started belongs to whoever did.
+    """
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, process group, session and so on; nothing where the process is gone."""
+    try:
+        # The name in parentheses may hold anything; the fields after the last one are plain.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _environment(entry: Path) -> dict[str, str]:
