@@ -1,11 +1,13 @@
 """Streams a shard's rows through the engine and sees each one written.
 
 Rows go out in small batches under the in-flight budget. A row is done when the ledger shows its last byte written, not
-when the engine has answered. A row that the engine refuses, or whose states never arrive, is given up by itself.
+when the engine has answered. A row that the engine refuses or never answers, or whose states never arrive, is given up
+by itself; that the engine itself hangs is for the watchdog to say, which is quicker.
 """
 
 import asyncio
 import errno
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +18,11 @@ import numpy.typing as npt
 
 from worker.capture.rid import Rid
 from worker.capture.session import Ledger
-from worker.engine.client import EngineClient, EngineRefusedError
+from worker.engine.client import EngineClient, EngineRefusedError, RowsTimedOutError
 from worker.inflight import InFlight
 from worker.leases import HeldLease
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 32
 _WRITE_POLL_FIRST_S, _WRITE_POLL_MOST_S = 0.001, 0.02
@@ -68,7 +72,6 @@ class Prefill:
                     chosen = [todo[i] for i in batch]
                     tokens = sum(len(rows[i]) for i in chosen)
                     await self.budget.acquire(tokens)
-                    self.in_flight.update(chosen)
                     task = sending.create_task(self._send(chosen, rows, attempt=0))
                     # Not in the task itself: one that is cancelled before its first step would never give it back.
                     task.add_done_callback(partial(self._give_back, tokens))
@@ -81,9 +84,9 @@ class Prefill:
         whole = self.budget.limit
         await self.budget.acquire(whole)
         try:
-            self.in_flight.update(todo)
-            for batch in batches([len(rows[i]) for i in todo], self.batch_tokens):
-                await self._send([todo[i] for i in batch], rows, attempt=0)
+            left = [row for row in todo if row not in self.failures]
+            for batch in batches([len(rows[i]) for i in left], self.batch_tokens):
+                await self._send([left[i] for i in batch], rows, attempt=0)
         finally:
             self.budget.release(whole)
 
@@ -92,24 +95,54 @@ class Prefill:
 
     async def _send(self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
         rids = [self._rid(row, attempt) for row in batch]
+        self.in_flight.update(batch)
         try:
             outcomes = await self.client.prefill(rids, [rows[i] for i in batch])
         except EngineRefusedError as error:
+            self.in_flight.difference_update(batch)
             await self._refused(batch, rows, attempt, str(error))
+            return
+        except RowsTimedOutError as error:
+            await self._timed_out(batch, rows, attempt, error.seconds)
             return
         # The engine has answered for these: whatever kills it from now on is not theirs.
         self.in_flight.difference_update(batch)
         answered = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is None]
         missing = await self._written(answered)
-        aborted = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is not None]
-        reasons = {row: str(outcome) for row, outcome in zip(batch, outcomes, strict=True)}
-        for row in [*missing, *aborted]:
-            if attempt + 1 < _ATTEMPTS:
-                await self._send([row], rows, attempt + 1)
-            elif row in missing:
-                self.failures[row] = RowFailure("capture_incomplete", "the engine answered but not all states arrived")
-            else:
-                self.failures[row] = RowFailure("engine_aborted", reasons[row])
+        why = {
+            row: RowFailure("capture_incomplete", "the engine answered but not all states arrived") for row in missing
+        }
+        for row, outcome in zip(batch, outcomes, strict=True):
+            if outcome is not None:
+                why[row] = RowFailure("engine_aborted", outcome)
+        await self._once_more(why, rows, attempt)
+
+    async def _timed_out(
+        self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, seconds: float
+    ) -> None:
+        """Aborts the rows of an unanswered request that have not arrived, and no other; those that have are done."""
+        late = [row for row in batch if not self.ledger.complete(row)]
+        logger.warning(
+            "%s: no answer within %g s, %d of %d rows are late", self.rid.session, seconds, len(late), len(batch)
+        )
+        for row in late:
+            await self.client.abort(self._rid(row, attempt))
+        self.in_flight.difference_update(batch)
+        reason = f"the engine gave no answer within {seconds:g} s, with this row alone in its request"
+        await self._once_more({row: RowFailure("timed_out", reason) for row in late}, rows, attempt)
+
+    async def _once_more(self, why: dict[int, RowFailure], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
+        """Sends the rows that did not come through again, each in a request of its own, or gives them up."""
+        if attempt + 1 >= _ATTEMPTS:
+            self.failures.update(why)
+            return
+        try:
+            # Side by side, or rows that never answer would each be waited for in turn.
+            async with asyncio.TaskGroup() as sending:
+                for row in why:
+                    sending.create_task(self._send([row], rows, attempt + 1))
+        except ExceptionGroup as group:
+            raise _first(group) from group
 
     async def _refused(
         self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, reason: str

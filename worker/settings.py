@@ -39,6 +39,9 @@ class Settings(BaseSettings):
     installer: Literal["auto", "plugin", "forward_hooks", "source"] = Field(
         "auto", description="how the capture enters SGLang; auto: the first that the installed release offers"
     )
+    strategy: Literal["auto", "hooks", "collect"] = Field(
+        "auto", description="how states are read; auto: by hooks, or by the model's own collection where hooks fail"
+    )
     patch_dir: Path | None = Field(
         None, description="where `source` keeps journal and backup; by default below ~/.local/state/layertap"
     )
@@ -47,6 +50,9 @@ class Settings(BaseSettings):
     launch_timeout: float = Field(7200, gt=0, description="seconds an engine may take until it serves")
     stall_timeout: float = Field(
         300, gt=0, description="seconds without a captured token after which work counts as stuck"
+    )
+    row_timeout: float = Field(
+        1800, gt=0, description="seconds one request of rows may take; longer than the stall time-out"
     )
 
     max_inflight_tokens: int = Field(0, ge=0, description="tokens in the engine at a time; 0: four prefill chunks")

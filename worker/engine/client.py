@@ -15,6 +15,14 @@ class EngineDownError(Exception):
     """The engine does not answer, or answers with a failure of its own."""
 
 
+class RowsTimedOutError(EngineDownError):
+    """No answer to these rows within `seconds`; the engine may be well, and only one of them stuck."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"/generate: no answer within {seconds:g} s")
+        self.seconds = seconds
+
+
 class EngineRefusedError(Exception):
     """The engine will not take these rows; the message is its own."""
 
@@ -37,9 +45,10 @@ _REPORTED_ARGS = (
 
 
 class EngineClient:
-    """Speaks to one engine on loopback; close it with `aclose`."""
+    """Speaks to one engine on loopback; close it with `aclose`. Rows are waited for `prefill_timeout` seconds."""
 
     def __init__(self, port: int, api_key: str, prefill_timeout: float) -> None:
+        self._prefill_timeout = prefill_timeout
         self._http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             headers={"Authorization": f"Bearer {api_key}"},
@@ -79,21 +88,43 @@ class EngineClient:
 
         `options` are further fields of SGLang's request.
 
-        Raises `EngineRefusedError` when it takes none of them, `EngineDownError` when it gave no answer.
+        Raises `EngineRefusedError` when it takes none of them, `RowsTimedOutError` when it has not answered in time,
+        `EngineDownError` when it can't be reached or fails.
         """
+        outcome = await self._generate(rids, rows, **options)
+        return [_abort_reason(outcome.get(rid, {}).get("finish_reason", {"type": "missing"})) for rid in rids]
+
+    async def log_probabilities(self, rids: list[str], rows: list[npt.NDArray[np.int32]]) -> list[list[float]]:
+        """Prefills rows [S_i] and returns the log-probability of each token but the first, [S_i − 1].
+
+        Raises like `prefill`, and `EngineRefusedError` where the engine aborts one.
+        """
+        outcome = await self._generate(rids, rows, return_logprob=True, logprob_start_len=0)
+        for rid in rids:
+            if reason := _abort_reason(outcome.get(rid, {}).get("finish_reason", {"type": "missing"})):
+                raise EngineRefusedError(reason)
+        return [[float(entry[0]) for entry in outcome[rid]["input_token_logprobs"][1:]] for rid in rids]
+
+    async def _generate(
+        self, rids: list[str], rows: list[npt.NDArray[np.int32]], **options: object
+    ) -> dict[str, dict[str, Any]]:
         body = {
             "rid": rids,
             "input_ids": [row.tolist() for row in rows],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             **options,
         }
-        response = await self._send("POST", "/generate", json=body)
+        try:
+            response = await self._send("POST", "/generate", json=body)
+        except EngineDownError as error:
+            if isinstance(error.__cause__, httpx.ReadTimeout):
+                raise RowsTimedOutError(self._prefill_timeout) from error
+            raise
         if 400 <= response.status_code < 500:
             raise EngineRefusedError(_message(response))
         if not response.is_success:
             raise EngineDownError(f"/generate: HTTP {response.status_code}: {_message(response)}")
-        outcome = {answer["meta_info"]["id"]: answer["meta_info"].get("finish_reason") for answer in response.json()}
-        return [_abort_reason(outcome.get(rid, {"type": "missing"})) for rid in rids]
+        return {answer["meta_info"]["id"]: answer["meta_info"] for answer in response.json()}
 
     async def abort(self, prefix: str) -> None:
         """Aborts every request whose id starts with `prefix`. Raises `EngineDownError`."""

@@ -1,0 +1,246 @@
+"""Rows that an engine never answers. The engine is a fake: the real one can't be made to starve a single row."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from layertap.schemas.jobs import Final
+from layertap.schemas.tasks import Lease, TaskKind
+from worker.capture.rid import Rid, parse
+from worker.capture.session import Ledger
+from worker.engine.client import EngineClient, EngineDownError
+from worker.inflight import InFlight
+from worker.leases import HeldLease
+from worker.prefill import Prefill
+from worker.settings import Settings
+
+SECONDS = 0.5
+TOKENS = 4
+RID = Rid(0b10, True, "task_a", 3, 0, 0)
+
+Sent = tuple[int, int]
+"""A row and its attempt."""
+
+
+def rid(row: int, attempt: int) -> str:
+    return f"{RID.lease_prefix}{row}.{attempt}."
+
+
+class FakeEngine:
+    """Speaks SGLang's HTTP, and never answers a list that holds a `stuck` row.
+
+    The list's other rows arrive nonetheless, but for those `behind`, which wait for the stuck one. Where it takes no
+    aborts it hangs up instead.
+    """
+
+    def __init__(self, ledger: Ledger, stuck: Callable[[Sent], bool], behind: Iterable[int] = ()) -> None:
+        self.ledger = ledger
+        self.stuck = stuck
+        self.behind = set(behind)
+        self.lists: list[list[Sent]] = []
+        self.aborted: list[str] = []
+        self.takes_aborts = True
+        self.port = 0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            server.close()
+            await server.wait_closed()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+                answer = self._answer(head.split()[1], json.loads(await reader.readexactly(length)))
+                if answer is None:
+                    await reader.read()
+                if not answer:
+                    break
+                body = json.dumps(answer).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, path: str, body: dict[str, Any]) -> object:
+        if path == "/abort_request":
+            self.aborted.append(body["rid"])
+            return {"aborted": True} if self.takes_aborts else {}
+        found = [parse(name) for name in body["rid"]]
+        sent = [(one.row, one.attempt) for one in found if one is not None]
+        self.lists.append(sent)
+        starved = any(self.stuck(one) for one in sent)
+        for row, attempt in sent:
+            if not self.stuck((row, attempt)) and not (starved and row in self.behind):
+                self.ledger.written[row] = TOKENS
+        if starved:
+            return None
+        return [{"meta_info": {"id": name, "finish_reason": {"type": "length"}}} for name in body["rid"]]
+
+
+@asynccontextmanager
+async def prefill(engine: FakeEngine) -> AsyncIterator[Prefill]:
+    """A prefill with lists of at most 12 rows, over an engine that is given SECONDS for each."""
+    lease = Lease(
+        task="task_a",
+        kind=TaskKind.SHARD,
+        job="job_a",
+        generation=3,
+        secret="s",
+        lease_seconds=600,
+        model="m",
+        model_path="/m",
+        layers=[1],
+        final=Final.POST_NORM,
+    )
+    held = HeldLease(lease, "wrk_a", time.monotonic() + 600)
+    async with engine.serving():
+        client = EngineClient(engine.port, "key", SECONDS)
+        try:
+            yield Prefill(client, InFlight(100), held, engine.ledger, RID, 12 * TOKENS)
+        finally:
+            await client.aclose()
+
+
+def rows_of(ledger: Ledger) -> list[Any]:
+    return [np.zeros(length, dtype=np.int32) for length in ledger.lengths]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """Of 24 rows, two lists."""
+    return Ledger.create(tmp_path / "ledger", [TOKENS] * 24)
+
+
+def test_a_row_that_is_stuck_once_is_aborted_by_its_own_id_and_sent_again_alone(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent == (1, 0))
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(24))
+            assert work.failures == {}
+            assert work.in_flight == set()
+            assert work.budget.used == 0
+
+    run(scenario())
+    # Rows 10 and 11 are in the same list: an abort by a shorter prefix would have ended them too.
+    assert engine.aborted == [rid(1, 0)]
+    assert [len(sent) for sent in engine.lists] == [12, 12, 1]
+    assert engine.lists[-1] == [(1, 1)]
+    assert ledger.progress()[0] == 24
+
+
+def test_a_row_that_is_stuck_alone_too_becomes_a_row_failure_and_the_rest_goes_on(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] == 1)
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(24))
+            (failed,) = work.failures.items()
+            assert failed[0] == 1
+            assert failed[1].code == "timed_out"
+            assert failed[1].reason == "the engine gave no answer within 0.5 s, with this row alone in its request"
+            assert work.in_flight == set()
+            assert work.budget.used == 0
+
+    run(scenario())
+    assert engine.aborted == [rid(1, 0), rid(1, 1)]
+    assert ledger.progress()[0] == 23
+
+
+def test_rows_that_wait_behind_a_stuck_one_are_aborted_with_it_and_come_through_alone(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] == 13, behind=[17, 20])
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(24))
+            assert set(work.failures) == {13}
+
+    run(scenario())
+    assert engine.aborted == [rid(13, 0), rid(17, 0), rid(20, 0), rid(13, 1)]
+    assert sorted(engine.lists[2:]) == [[(13, 1)], [(17, 1)], [(20, 1)]]
+    assert ledger.progress()[0] == 23
+
+
+def test_rows_that_are_all_written_are_done_whether_or_not_the_engine_answers(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] == 5)
+    ledger.written[5] = TOKENS
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(12))
+            assert work.failures == {}
+
+    run(scenario())
+    assert engine.aborted == []
+    assert len(engine.lists) == 1
+
+
+def test_several_stuck_rows_are_waited_for_side_by_side(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] < 12)
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(12))
+            assert set(work.failures) == set(range(12))
+
+    run(scenario())
+    # All were sent again before the first of them was given up.
+    assert len(engine.lists) == 13
+    assert [name.split(".")[-2] for name in engine.aborted] == ["0"] * 12 + ["1"] * 12
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_engine_that_takes_no_abort_either_is_down_and_the_late_rows_are_under_suspicion(
+    ledger: Ledger, alone: bool
+) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] == 1)
+    engine.takes_aborts = False
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            with pytest.raises(EngineDownError):
+                await (work.run_alone if alone else work.run)(rows_of(ledger), range(12))
+            assert 1 in work.in_flight
+            assert work.failures == {}
+            assert work.budget.used == 0
+
+    run(scenario())
+
+
+def test_a_row_given_up_is_not_tried_again_among_suspects(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] == 1)
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run_alone(rows_of(ledger), [0, 1])
+            sent = len(engine.lists)
+            await work.run_alone(rows_of(ledger), [1])
+            assert len(engine.lists) == sent
+            assert set(work.failures) == {1}
+
+    run(scenario())
+
+
+def test_the_row_time_out_must_be_positive_and_is_longer_than_the_stall_time_out() -> None:
+    for seconds in (0, -1):
+        with pytest.raises(ValidationError, match="row_timeout"):
+            Settings(row_timeout=seconds)
+    assert Settings().row_timeout > 2 * Settings().stall_timeout
