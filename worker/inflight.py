@@ -5,6 +5,7 @@ Out of memory halves the bound; it recovers slowly while all goes well.
 """
 
 import asyncio
+import time
 
 
 class InFlight:
@@ -15,22 +16,34 @@ class InFlight:
         self.limit = limit
         self.used = 0
         self._most = 0
+        self._admitted: list[tuple[int, float]] = []
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
 
-    async def acquire(self, tokens: int) -> None:
-        """Waits for room and takes it; `release` gives it back."""
+    async def acquire(self, tokens: int) -> float:
+        """Waits for room and takes it; `release` gives it back. Returns when that was, on the monotonic clock."""
         async with self._turn:
             while self.used and self.used + tokens > self.limit:
                 self._released.clear()
                 await self._released.wait()
             self.used += tokens
             self._most = max(self._most, self.used)
+            since = time.monotonic()
+            self._admitted.append((tokens, since))
+            return since
 
-    def release(self, tokens: int) -> None:
-        """Gives room back."""
+    def release(self, tokens: int, since: float | None = None) -> None:
+        """Gives room back: that taken at `since`, as `acquire` said; without it, the oldest of as many tokens."""
         self.used -= tokens
+        for entry in self._admitted:
+            if entry[0] == tokens and since in (None, entry[1]):
+                self._admitted.remove(entry)
+                break
         self._released.set()
+
+    def oldest(self) -> float | None:
+        """Seconds since the oldest of what is in flight was let in; None with nothing in flight."""
+        return time.monotonic() - self._admitted[0][1] if self._admitted else None
 
     def recent(self) -> int:
         """The most tokens in flight at any moment since the last call: an engine that has just died held them."""

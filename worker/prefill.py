@@ -71,10 +71,10 @@ class Prefill:
                     await self.held.confirmed()
                     chosen = [todo[i] for i in batch]
                     tokens = sum(len(rows[i]) for i in chosen)
-                    await self.budget.acquire(tokens)
+                    since = await self.budget.acquire(tokens)
                     task = sending.create_task(self._send(chosen, rows, attempt=0))
                     # Not in the task itself: one that is cancelled before its first step would never give it back.
-                    task.add_done_callback(partial(self._give_back, tokens))
+                    task.add_done_callback(partial(self._give_back, tokens, since))
         except ExceptionGroup as group:
             raise _first(group) from group
 
@@ -82,16 +82,16 @@ class Prefill:
         """Like `run`, with nothing else in flight: the whole budget is taken first."""
         await self.held.confirmed()
         whole = self.budget.limit
-        await self.budget.acquire(whole)
+        since = await self.budget.acquire(whole)
         try:
             left = [row for row in todo if row not in self.failures]
             for batch in batches([len(rows[i]) for i in left], self.batch_tokens):
                 await self._send([left[i] for i in batch], rows, attempt=0)
         finally:
-            self.budget.release(whole)
+            self.budget.release(whole, since)
 
-    def _give_back(self, tokens: int, _: asyncio.Task[None]) -> None:
-        self.budget.release(tokens)
+    def _give_back(self, tokens: int, since: float, _: asyncio.Task[None]) -> None:
+        self.budget.release(tokens, since)
 
     async def _send(self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
         rids = [self._rid(row, attempt) for row in batch]

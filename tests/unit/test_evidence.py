@@ -1,19 +1,29 @@
 """Evidence from real processes: complete where the kernel allows, bounded always, without secrets."""
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from layertap.schemas.incidents import Evidence, IncidentKind
 from worker.engine import processes
-from worker.engine.engine import end_marked
-from worker.watchdog.evidence import gather, redact
-from worker.watchdog.observe import engine_processes, look
+from worker.engine.engine import Engine, end_marked
+from worker.engine.spec import EngineSpec
+from worker.patch.package import TARGET
+from worker.patch.source import SourceInstaller
+from worker.watchdog import evidence as evidence_module
+from worker.watchdog.evidence import gather, patch_state, redact
+from worker.watchdog.guard import Guard
+from worker.watchdog.observe import engine_processes, look, port_open
+from worker.watchdog.rules import Limits
 
 STUBBORN = """
 import os, signal, sys, time
@@ -106,3 +116,87 @@ def test_evidence_is_bounded_in_time_even_for_a_stopped_process(
     assert time.monotonic() - began < 60
     assert evidence.processes[0].state in "Tt"
     assert evidence.log_tail == ""
+
+
+def test_a_port_is_open_while_something_listens_on_it_however_busy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        # Nobody ever accepts: a process that hangs looks like this, and is judged by other signals.
+        assert port_open(port)
+        assert port_open(port)
+    assert not port_open(port)
+
+
+def test_evidence_says_whether_the_installed_engine_is_as_released(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence_module, "find_package", lambda: package)
+    installer = SourceInstaller(package, tmp_path / "patch")
+    assert asyncio.run(patch_state(tmp_path / "patch")) == "pristine"
+    installer.apply()
+    assert asyncio.run(patch_state(tmp_path / "patch")) == "patched"
+    installer.revert()
+    (package / TARGET).write_text("# somebody else's\n")
+    assert asyncio.run(patch_state(tmp_path / "patch")) == "foreign"
+
+
+def test_evidence_does_without_the_patch_state_where_there_is_no_engine_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence_module, "find_package", lambda: tmp_path / "gone")
+    assert asyncio.run(patch_state(None)).startswith("unknown: PatchError: ")
+
+
+def test_evidence_does_without_the_patch_state_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def find_package() -> Path:
+        goes_on.wait(30)
+        raise OSError
+
+    monkeypatch.setattr(evidence_module, "find_package", find_package)
+    monkeypatch.setattr(evidence_module, "_PATCH_SECONDS", 0.05)
+
+    async def ask() -> str:
+        try:
+            return await patch_state(None)
+        finally:
+            goes_on.set()
+
+    assert asyncio.run(ask()) == "unknown: not read within 0.05 s"
+
+
+def test_a_guard_keeps_signals_and_patch_state_of_an_engine_that_never_started(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence_module, "find_package", lambda: package)
+    spec = EngineSpec(
+        model_path="/models/tiny",
+        dtype="BF16",
+        device="cpu",
+        tensor_parallel=1,
+        chunked_prefill_size=0,
+        max_total_tokens=0,
+        extra_args=(),
+        pool_bytes=1 << 20,
+        engine_version="9.8.7",
+        installer=None,
+        patch_dir=str(tmp_path / "patch"),
+    )
+
+    async def scenario() -> Evidence:
+        engine = Engine(spec, tmp_path / "engine", 60)
+        guard = Guard(engine, Limits(launch_total=0), lambda: 5, lambda: 2.5)
+        try:
+            verdict = await guard.until_sick()
+            assert verdict.kind is IncidentKind.HUNG_LAUNCHING
+            return await guard.evidence()
+        finally:
+            await engine.stop()
+
+    kept = asyncio.run(scenario())
+    assert kept.engine["patch_state"] == "pristine"
+    assert kept.engine["model_path"] == "/models/tiny"
+    assert kept.signals["oldest_request_s"] == "2.5"
+    assert kept.signals["in_flight"] == "5"
+    assert kept.signals["port_open"] == "no"

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from worker.inflight import InFlight
 
 
@@ -42,6 +44,28 @@ def test_what_was_in_flight_is_remembered_until_asked() -> None:
         budget.release(7)
         assert budget.recent() == 7
         assert budget.recent() == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_oldest_in_flight_is_the_one_still_held_among_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("worker.inflight.time.monotonic", lambda: now[0])
+
+    async def scenario() -> None:
+        budget = InFlight(100)
+        assert budget.oldest() is None
+        held = []
+        for moment in (100.0, 110.0, 130.0):
+            now[0] = moment
+            held.append(await budget.acquire(8))
+        assert budget.oldest() == 30.0
+        budget.release(8, held[1])
+        assert budget.oldest() == 30.0
+        budget.release(8, held[0])
+        assert budget.oldest() == 0.0
+        budget.release(8)
+        assert budget.oldest() is None
 
     asyncio.run(scenario())
 

@@ -8,7 +8,7 @@ from layertap.schemas.incidents import Blame, IncidentKind
 from worker.watchdog.attribution import Attempt, Settled, Try, next_step
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, decide
 
-LIMITS = Limits(launch_quiet=100, launch_total=1000, check_total=200, serving_quiet=50)
+LIMITS = Limits(launch_quiet=100, launch_total=1000, check_total=200, serving_quiet=50, port_closed=30)
 START = Observation(server_alive=True, group=3, log_bytes=10, cpu_seconds=1, read_bytes=5, memory_bytes=1 << 30)
 
 
@@ -58,6 +58,7 @@ def test_a_launch_has_an_end_however_lively() -> None:
     ("phase", "kind"),
     [
         (Phase.LAUNCHING, IncidentKind.DIED_LAUNCHING),
+        (Phase.WARMING, IncidentKind.DIED_SERVING),
         (Phase.SELF_CHECK, IncidentKind.DIED_SERVING),
         (Phase.IDLE, IncidentKind.DIED_IDLE),
         (Phase.SERVING, IncidentKind.DIED_SERVING),
@@ -89,10 +90,98 @@ def test_a_new_phase_starts_with_a_clean_slate() -> None:
     assert _kind(trace, 5051) is IncidentKind.HUNG_SERVING
 
 
-def test_the_self_check_has_a_deadline() -> None:
-    trace = _trace(Phase.SELF_CHECK, (0, START), (1, replace(START, tokens_captured=3)))
+@pytest.mark.parametrize(("phase", "words"), [(Phase.WARMING, "compile kernels"), (Phase.SELF_CHECK, "the self-check")])
+def test_warming_up_and_the_self_check_have_a_deadline_each(phase: Phase, words: str) -> None:
+    trace = _trace(phase, (0, START), (1, replace(START, tokens_captured=3)))
     assert _kind(trace, 199) is None
-    assert _kind(trace, 201) is IncidentKind.HUNG_SERVING
+    verdict = decide(trace, LIMITS, 201)
+    assert verdict is not None
+    assert verdict.kind is IncidentKind.HUNG_SERVING
+    assert words in verdict.reason
+
+
+def test_the_self_check_is_given_its_full_time_however_long_warming_up_took() -> None:
+    trace = _trace(Phase.WARMING, (0, START))
+    trace.enter(Phase.SELF_CHECK, 190)
+    trace.record(START, 191)
+    assert _kind(trace, 389) is None
+    assert _kind(trace, 391) is IncidentKind.HUNG_SERVING
+
+
+CLOSED = replace(START, port_open=False)
+
+
+@pytest.mark.parametrize(
+    ("phase", "sick"),
+    [
+        (Phase.LAUNCHING, False),
+        (Phase.WARMING, False),
+        (Phase.SELF_CHECK, False),
+        (Phase.IDLE, True),
+        (Phase.SERVING, True),
+    ],
+)
+def test_a_closed_port_ends_only_an_engine_that_came_up_and_only_after_a_while(phase: Phase, sick: bool) -> None:
+    trace = _trace(phase, (0, START), (10, CLOSED), (39, CLOSED))
+    assert _kind(trace, 39) is None
+    verdict = decide(trace, LIMITS, 41)
+    assert (verdict is not None) is sick
+    if verdict is not None:
+        assert verdict.kind is IncidentKind.HUNG_SERVING
+        assert verdict.reason == "its port has taken no connection for 31 s"
+
+
+def test_a_port_that_opens_again_is_forgiven() -> None:
+    trace = _trace(Phase.IDLE, (0, START), (10, CLOSED), (39, START), (40, CLOSED))
+    assert _kind(trace, 69) is None
+    assert _kind(trace, 71) is IncidentKind.HUNG_SERVING
+
+
+def test_a_closed_port_is_not_forgiven_because_work_comes_or_goes() -> None:
+    trace = _trace(Phase.IDLE, (0, START), (10, CLOSED))
+    for now, phase in ((20, Phase.SERVING), (30, Phase.IDLE)):
+        trace.enter(phase, now)
+        trace.record(CLOSED, now)
+    assert _kind(trace, 41) is IncidentKind.HUNG_SERVING
+
+
+def test_a_port_that_was_closed_while_it_launched_does_not_count() -> None:
+    trace = _trace(Phase.LAUNCHING, (0, CLOSED), (90, CLOSED))
+    trace.enter(Phase.IDLE, 95)
+    assert _kind(trace, 95) is None
+    trace.record(CLOSED, 96)
+    assert _kind(trace, 125) is None
+    assert _kind(trace, 127) is IncidentKind.HUNG_SERVING
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_load_and_the_age_of_requests_decide_nothing(phase: Phase) -> None:
+    noisy = replace(START, gpu_busy=100, oldest_request_s=1e6)
+    assert _kind(_trace(phase, (0, START), (1, noisy)), 40) is None
+
+
+def test_an_incident_is_told_every_signal() -> None:
+    busy = replace(START, in_flight=100, gpu_busy=97, oldest_request_s=12.34)
+    trace = _trace(Phase.SERVING, (0, busy), (7, replace(busy, tokens_captured=5)))
+    assert trace.describe(10) == {
+        "phase": "serving",
+        "phase_seconds": "10.0",
+        "log_bytes": "10, last moved not in this phase",
+        "read_bytes": "5, last moved not in this phase",
+        "memory_bytes": "1.07374e+09, last moved 3.0 s ago",
+        "cpu_seconds": "1, last moved not in this phase",
+        "tokens_captured": "5, last moved 3.0 s ago",
+        "in_flight": "100",
+        "processes": "3",
+        "port_open": "yes",
+        "gpu_busy": "97 %",
+        "oldest_request_s": "12.3",
+    }
+    trace.record(CLOSED, 10)
+    words = trace.describe(25)
+    assert words["port_open"] == "no, for 15.0 s"
+    assert words["gpu_busy"] == "unknown"
+    assert words["oldest_request_s"] == "none in flight"
 
 
 GOOD, BAD = True, False

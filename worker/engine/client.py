@@ -48,6 +48,7 @@ class EngineClient:
     """Speaks to one engine on loopback; close it with `aclose`. Rows are waited for `prefill_timeout` seconds."""
 
     def __init__(self, port: int, api_key: str, prefill_timeout: float) -> None:
+        self.port = port
         self._prefill_timeout = prefill_timeout
         self._http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",

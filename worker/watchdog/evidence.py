@@ -4,6 +4,7 @@ Stacks come from py-spy. Where the kernel forbids it to look, the process is ask
 faulthandler write every thread's stack to the log on SIGUSR1.
 """
 
+import asyncio
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 from layertap.schemas.incidents import MAX_EVIDENCE_BYTES, Evidence, ProcessEvidence
+from worker.patch.package import find_package
+from worker.patch.source import SourceInstaller
 from worker.watchdog.observe import Seen, engine_processes, gpu_lines
 
 LOG_LINES = 200
@@ -22,6 +25,8 @@ _ALL_STACKS_SECONDS = 45.0
 _STACK_CHARS = 24_000
 _LOG_CHARS = 200_000
 _SIGNAL_WAIT_S = 1.0
+_PATCH_SECONDS = 10.0
+_PATCH_CHARS = 500
 _SECRETS = re.compile(
     r"(?i)(--(?:admin-)?api-key[= ]+|api_key['\"]?[=:]\s*['\"]?|authorization:\s*bearer\s+|\w*(?:token|secret)=)"
     r"[^\s'\",]+"
@@ -43,6 +48,20 @@ def gather(directory: Path, server: int | None, log: Path, signals: dict[str, st
         engine={name: redact(value) for name, value in engine.items()},
     )
     return _fit(evidence)
+
+
+async def patch_state(patch_dir: Path | None) -> str:
+    """What the installed SGLang is, compared with its release: pristine, patched, foreign or unverifiable.
+
+    Never raises and never lasts: where that can't be found out in time, it says why.
+    """
+    try:
+        async with asyncio.timeout(_PATCH_SECONDS):
+            return await asyncio.to_thread(lambda: str(SourceInstaller(find_package(), patch_dir).state().condition))
+    except TimeoutError:
+        return f"unknown: not read within {_PATCH_SECONDS:g} s"
+    except Exception as error:  # noqa: BLE001 (the rest of the evidence must be kept all the same)
+        return f"unknown: {type(error).__name__}: {error}"[:_PATCH_CHARS]
 
 
 def redact(text: str) -> str:

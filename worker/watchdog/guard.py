@@ -3,26 +3,36 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from layertap.schemas.incidents import Evidence, IncidentKind
 from worker.capture.session import Ledger, LedgerError, sessions_dir
 from worker.engine.canary import CanaryError
 from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
-from worker.watchdog.evidence import gather
-from worker.watchdog.observe import engine_processes, gpu_bytes_used
+from worker.watchdog.evidence import gather, patch_state
+from worker.watchdog.observe import engine_processes, gpu_use, port_open
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
 
 LOOK_EVERY_S = 1.0
 
 
 class Guard:
-    """The watchdog of one engine. `in_flight` says how many tokens it held since last asked."""
+    """The watchdog of one engine. `in_flight` says how many tokens it held since last asked, `oldest` how many seconds
+    the oldest request in flight has been there.
+    """
 
-    def __init__(self, engine: Engine, limits: Limits, in_flight: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        in_flight: Callable[[], int],
+        oldest: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.engine = engine
         self._limits = limits
         self._in_flight = in_flight
+        self._oldest = oldest
         self._trace = Trace(Phase.LAUNCHING, time.monotonic())
 
     def enter(self, phase: Phase) -> None:
@@ -63,16 +73,18 @@ class Guard:
     async def evidence(self) -> Evidence:
         """What there is to keep of the engine before it is killed."""
         signals = self._trace.describe(time.monotonic())
-        spec = {name: str(value) for name, value in self.engine.spec.__dict__.items()}
+        spec = self.engine.spec
+        facts = {name: str(value) for name, value in spec.__dict__.items()}
+        facts["patch_state"] = await patch_state(None if spec.patch_dir is None else Path(spec.patch_dir))
         return await asyncio.to_thread(
-            gather, self.engine.directory, self.engine.pid, self.engine.log_path, signals, spec
+            gather, self.engine.directory, self.engine.pid, self.engine.log_path, signals, facts
         )
 
     def _look(self) -> Observation:
         engine = self.engine
         engine.rotate_log()
         seen = engine_processes(engine.directory, engine.pid)
-        gpu = gpu_bytes_used()
+        gpu = gpu_use()
         return Observation(
             # Before it is spawned it has not died.
             server_alive=engine.pid is None or engine.alive,
@@ -80,9 +92,12 @@ class Guard:
             log_bytes=engine.log_bytes(),
             cpu_seconds=sum(process.cpu_seconds for process in seen),
             read_bytes=sum(process.read_bytes for process in seen),
-            memory_bytes=sum(process.rss_bytes for process in seen) + (gpu or 0),
+            memory_bytes=sum(process.rss_bytes for process in seen) + (0 if gpu is None else gpu.bytes_used),
             tokens_captured=_captured(engine),
             in_flight=self._in_flight(),
+            port_open=engine.pid is not None and port_open(engine.client.port),
+            gpu_busy=None if gpu is None else gpu.busy,
+            oldest_request_s=self._oldest(),
         )
 
 
