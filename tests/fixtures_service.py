@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -60,6 +61,26 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
             return value
         time.sleep(0.02)
     raise AssertionError(f"not true within {seconds} s: {condition}")
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> None:
+    """Run `work(n)` in so many threads at once; fails if one of them does."""
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait(10)
+            work(number)
+        except BaseException as error:  # noqa: BLE001 (told to the test's own thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures, failures
 
 
 @dataclasses.dataclass
@@ -181,6 +202,12 @@ class Rig:
     def commit_shard(self, lease: dict[str, Any], data: bytes | None = None) -> dict[str, Any]:
         body = self.write_shard(lease, data)
         return dict(self.post(f"/v1/tasks/{lease['task']}/commit-shard", body))
+
+    def finish(self) -> None:
+        """Claim and commit whatever is claimable, and let the jobs end."""
+        while lease := self.claim()["lease"]:
+            self.commit_shard(lease)
+        self.upkeep()
 
     def fail(self, lease: dict[str, Any], retryable: bool = True) -> dict[str, Any]:
         body = {**proof(lease), "code": "boom", "reason": "it broke", "retryable": retryable}
