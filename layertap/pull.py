@@ -15,6 +15,7 @@ from pathlib import Path
 
 from layertap import manifest as manifests
 from layertap.download import Download
+from layertap.durable import sync_folder
 from layertap.errors import FormatError, PullError, PullInterruptedError
 from layertap.manifest import MANIFEST_NAME
 from layertap.schemas.shards import Manifest, ManifestShard
@@ -195,20 +196,12 @@ def _bytes_there(target: Path, name: str) -> int:
 def _write_manifest(target: Path, text: bytes) -> None:
     part = target / f"{MANIFEST_NAME}.part"
     try:
-        _sync_folder(target)
+        sync_folder(target)
         with part.open("wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target / MANIFEST_NAME)
-        _sync_folder(target)
+        sync_folder(target)
     except OSError as e:
         raise PullError(f"{part} can't be written ({e.strerror}); mend that, then pull again") from e
-
-
-def _sync_folder(target: Path) -> None:
-    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

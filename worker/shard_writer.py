@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from layertap.durable import sync_folder
 from layertap.layout import ShardLayout, TensorPlace
+from worker.capture.files import pwrite_all
 
 _COPY_BYTES = 8 << 20
 
@@ -68,7 +70,7 @@ def compact(path: Path, layout: ShardLayout, rows: ShardRows, failed: set[int]) 
 def write_header(path: Path, layout: ShardLayout) -> None:
     """Replaces the header of a partial file by one of the same size."""
     with _opened(path, os.O_RDWR) as fd:
-        _pwrite_all(fd, layout.header(), 0)
+        pwrite_all(fd, layout.header(), 0)
 
 
 def seal(path: Path, final: Path) -> str:
@@ -77,13 +79,12 @@ def seal(path: Path, final: Path) -> str:
         os.fsync(fd)
         digest = _sha256(fd)
     os.replace(path, final)
-    with _opened(final.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
-        os.fsync(folder)
+    sync_folder(final.parent)
     return digest
 
 
 def _write_rows(fd: int, layout: ShardLayout, rows: ShardRows) -> None:
-    _pwrite_all(fd, layout.header(), 0)
+    pwrite_all(fd, layout.header(), 0)
     small: dict[str, npt.NDArray[np.generic]] = {
         "input_ids": rows.input_ids.astype("<i8"),
         "offsets": np.asarray(layout.offsets, dtype="<i8"),
@@ -93,7 +94,7 @@ def _write_rows(fd: int, layout: ShardLayout, rows: ShardRows) -> None:
     for name, array in small.items():
         place = layout.tensors[name]
         assert array.nbytes == place.nbytes
-        _pwrite_all(fd, array.tobytes(), place.start)
+        pwrite_all(fd, array.tobytes(), place.start)
 
 
 def _move_rows(
@@ -113,14 +114,7 @@ def _move(fd: int, source: int, target: int, nbytes: int) -> None:
         data = os.pread(fd, size, source + start)
         if len(data) != size:
             raise OSError(f"short read of {len(data)} of {size} bytes")
-        _pwrite_all(fd, data, target + start)
-
-
-def _pwrite_all(fd: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
+        pwrite_all(fd, data, target + start)
 
 
 def _sha256(fd: int) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from layertap.layout import ShardLayout
 from worker import shard_writer
+from worker.capture.files import pwrite_all
 from worker.shard_writer import ShardRows
 
 H, K = 8, 3
@@ -79,3 +80,16 @@ def test_a_shard_without_room_is_refused_before_any_prefill(tmp_path: Path) -> N
     layout = ShardLayout.of([1 << 40], [0, 1, 2], H, "BF16", True)
     with pytest.raises(OSError, match=r"No space left|File too large"):
         shard_writer.lay_out(tmp_path / "shard-00000.g1.safetensors", layout, _rows([1]))
+
+
+def test_a_write_that_the_kernel_cuts_short_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:3], offset))
+    path = tmp_path / "file"
+    path.write_bytes(b"." * 14)
+    with path.open("r+b") as file:
+        pwrite_all(file.fileno(), b"0123456", 2)
+        pwrite_all(file.fileno(), memoryview(b"abcde"), 9)
+    assert path.read_bytes() == b"..0123456abcde"

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from layertap.durable import sync_folder
+
 FORMAT_VERSION = 1
 INDEX = "rows.json"
 _FILES: dict[str, np.dtype[Any]] = {
@@ -73,10 +75,10 @@ class TokenRowsWriter:
             json.dump(index, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         unnamed.rename(self._folder / INDEX)
-        _sync_folder(self._folder)
-        _sync_folder(self._folder.parent)
+        sync_folder(self._folder)
+        sync_folder(self._folder.parent)
 
     def close(self) -> None:
         """Closes the files; harmless after `finish`."""
@@ -202,11 +204,3 @@ def _mapped(folder: Path, name: str, count: int) -> npt.NDArray[Any]:
         return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
     except OSError as error:
         raise TokenRowsError(f"{path} cannot be read: {error}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
