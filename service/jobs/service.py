@@ -19,6 +19,7 @@ from service.db.models import Job, Model, Task
 from service.ids import new_id
 from service.jobs import progression, repository
 from service.jobs.repository import Running
+from service.jobs.space import shortage
 from service.jobs.view import show
 from service.leases import TaskState
 from service.problems import ConflictError, InvalidError, NotFoundError, ProblemError
@@ -86,13 +87,22 @@ def cancel(context: Context, job: str) -> JobView:
 
 
 def retry(context: Context, job: str) -> JobView:
-    """Queue again what a failed or cancelled job has not committed. Raises `ConflictError` in other states."""
+    """Queue again what a failed or cancelled job has not committed.
+
+    Raises `ConflictError` in other states, and where the storage has no room for it; the job stays as it is then.
+    """
+    free = context.storage.free_bytes()
     with context.database.write() as session:
         row = _lock(session, job)
         if not leases.retryable(JobState(row.state)):
             remedy = "only a failed or cancelled job can be retried"
             raise ConflictError("job_not_retryable", f"job {job} is {row.state}", field="job", remedy=remedy)
         if row.shards_total:
+            assert row.bytes_total is not None, "the plan that made the shards counted their bytes"
+            reason = shortage(context, session, row.bytes_total - row.bytes_done, free)
+            if reason is not None:
+                remedy = "make room in the storage, or wait until other jobs are over, then retry"
+                raise ConflictError("not_enough_space", reason, field="job", remedy=remedy)
             row.tasks_open = tasks.reopen(session, job, TaskKind.SHARD)
             row.tokens_before = row.tokens_done
             state = JobState.RUNNING

@@ -14,7 +14,7 @@ from service.db.clock import utc_now
 from service.db.models import Job, Task
 from service.ids import new_id
 from service.jobs import progression
-from service.jobs import repository as jobs
+from service.jobs.space import shortage
 from service.leases import TaskState
 from service.problems import ConflictError, InvalidError, LeaseLostError, NotFoundError
 from service.tasks import repository
@@ -153,10 +153,8 @@ def _plan_state(context: Context, session: Session, job: Job, body: PlanCommit, 
     """What the plan's task becomes; notes on the job why it can't go on."""
     if job.state == JobState.CANCELLING:
         return TaskState.CANCELLED
-    needed = sum(shard.bytes for shard in body.shards)
-    available = free - jobs.reserved_bytes(session, context.database.postgres)
-    if needed > available:
-        reason = f"the shards need {needed} bytes, {max(0, available)} are free and not reserved in the storage"
+    reason = shortage(context, session, sum(shard.bytes for shard in body.shards), free)
+    if reason is not None:
         progression.fail(job, "not_enough_space", reason)
         return TaskState.FAILED
     return TaskState.DONE

@@ -113,6 +113,40 @@ def test_a_retry_of_a_cancelled_job_plans_again_where_there_is_no_plan(rig: Rig)
     assert rig.state(job)["state"] == "succeeded"
 
 
+def test_a_retry_that_does_not_fit_the_storage_is_refused_and_can_be_repeated_once_there_is_room(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = rig.planned(3, size=100)
+    rig.commit_shard(rig.lease())
+    for _ in range(2):
+        rig.fail(rig.lease(), retryable=False)
+    rig.upkeep()
+    before = rig.state(job)
+    assert before["state"] == "failed"
+    monkeypatch.setattr(rig.context.storage, "free_bytes", lambda: 199)
+    problem = rig.refused(f"/v1/jobs/{job}/retry", None, "not_enough_space")
+    assert problem["status"] == 409
+    assert problem["detail"] == "the shards need 200 bytes, 199 are free and not reserved in the storage"
+    assert rig.state(job) == before
+    assert rig.claim()["lease"] is None
+    monkeypatch.setattr(rig.context.storage, "free_bytes", lambda: 200)
+    assert rig.client.post(f"/v1/jobs/{job}/retry").json()["state"] == "running"
+    rig.finish()
+    assert rig.state(job)["state"] == "succeeded"
+
+
+def test_a_retry_is_not_promised_what_a_running_job_has_reserved(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = rig.planned(1, size=100)
+    rig.fail(rig.lease(), retryable=False)
+    rig.upkeep()
+    monkeypatch.setattr(rig.context.storage, "free_bytes", lambda: 150)
+    other = rig.planned(1, size=100)
+    rig.refused(f"/v1/jobs/{job}/retry", None, "not_enough_space")
+    rig.finish()
+    assert rig.state(other)["state"] == "succeeded"
+    assert rig.client.post(f"/v1/jobs/{job}/retry").json()["state"] == "running"
+
+
 def test_retry_and_delete_fit_their_states_only(rig: Rig) -> None:
     job = rig.planned(1)
     assert rig.client.post(f"/v1/jobs/{job}/retry").json()["code"] == "job_not_retryable"
