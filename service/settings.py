@@ -32,6 +32,8 @@ class Settings(BaseSettings):
     max_expiries: Annotated[int, Field(ge=1)] = 10
     upkeep_seconds: Annotated[float, Field(gt=0)] = 2.0
     """How often expired leases, lost workers and unfinished jobs are looked for."""
+    worker_keep_seconds: Annotated[float, Field(gt=0)] = 604800.0
+    """How long a worker that is gone or lost stays listed."""
 
     header_seconds: Annotated[float, Field(gt=0)] = 10.0
     body_stall_seconds: Annotated[float, Field(gt=0)] = 30.0

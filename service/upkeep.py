@@ -1,12 +1,15 @@
-"""The background work of a service process: leases that ran out, workers that fell silent, jobs that wait to end.
+"""The background work of a service process: leases that ran out, workers that fell silent or are long gone, jobs that
+wait to end.
 
 Every step is guarded by its own statement, so any number of replicas may run this at once.
 """
 
 import logging
 import threading
+from datetime import timedelta
 
 from service.context import Context
+from service.db.clock import utc_now
 from service.jobs.finish import finish_jobs
 from service.tasks.endings import expire_leases
 from service.workers import repository as workers
@@ -19,6 +22,7 @@ def run_once(context: Context) -> None:
     expire_leases(context)
     with context.database.write() as session:
         workers.mark_lost(session, context.database.clock)
+        workers.forget(session, utc_now() - timedelta(seconds=context.settings.worker_keep_seconds))
     finish_jobs(context)
 
 

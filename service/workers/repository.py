@@ -1,6 +1,7 @@
 """Every query about workers and the models they know."""
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from sqlalchemy import case, delete, or_, select, update
 from sqlalchemy.orm import Session
@@ -8,7 +9,7 @@ from sqlalchemy.orm import Session
 from layertap.schemas.tasks import HeldTask
 from layertap.schemas.workers import WorkerState
 from service.db.clock import Clock, utc_now
-from service.db.models import Job, Model, Task, Worker, WorkerModel
+from service.db.models import Incident, Job, Model, Task, Worker, WorkerModel
 from service.leases import TaskState
 
 _MAX_TEXT = 200
@@ -92,6 +93,24 @@ def mark_lost(session: Session, clock: Clock) -> None:
     present = [WorkerState.ACTIVE.value, WorkerState.DRAINING.value]
     statement = update(Worker).where(Worker.state.in_(present), Worker.seen_deadline <= clock.now())
     session.execute(statement.values(state=WorkerState.LOST.value))
+
+
+def forget(session: Session, before: datetime) -> None:
+    """Delete the workers that are gone or lost, were last seen before that, and that nothing refers to any more.
+
+    The wall clock is right enough: one that jumps can't end a worker that is present, and one that is lost and comes
+    back registers anew.
+    """
+    leased = select(Task.id).where(Task.worker_id == Worker.id, Task.state == TaskState.LEASED)
+    incident = select(Incident.id).where(Incident.worker_id == Worker.id)
+    statement = delete(Worker).where(
+        Worker.state.in_([WorkerState.GONE.value, WorkerState.LOST.value]),
+        Worker.seen_at < before,
+        ~leased.exists(),
+        ~incident.exists(),
+    )
+    # The models that they knew go with them, by the foreign key; the catalogue stays.
+    session.execute(statement.execution_options(synchronize_session=False))
 
 
 def grant_full_terms(session: Session, clock: Clock, seconds: float) -> None:
