@@ -9,12 +9,14 @@ from typing import Any
 from layertap.schemas.incidents import Evidence, IncidentKind
 from worker.capture.session import Ledger, LedgerError, sessions_dir
 from worker.engine.canary import CanaryError
+from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
 from worker.watchdog.evidence import gather, patch_state
 from worker.watchdog.observe import engine_processes, gpu_use, port_open
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
 
 LOOK_EVERY_S = 1.0
+_DYING_S = 10.0
 
 
 class Guard:
@@ -62,7 +64,11 @@ class Guard:
         task, watch = asyncio.create_task(step), asyncio.create_task(self.until_sick())
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            unanswered = task.done() and _went_down(task.exception())
+            if unanswered:
+                # Its connections break a moment before a server has ended.
+                await asyncio.wait({watch}, timeout=_DYING_S)
+            if not task.done() or (unanswered and watch.done()):
                 return watch.result()
             return _verdict_of(task.exception(), self.phase)
         finally:
@@ -99,6 +105,13 @@ class Guard:
             gpu_busy=None if gpu is None else gpu.busy,
             oldest_request_s=self._oldest(),
         )
+
+
+def _went_down(error: BaseException | None) -> bool:
+    """Whether it comes of a server that does not answer."""
+    while error is not None and not isinstance(error, EngineDownError):
+        error = error.__cause__
+    return error is not None
 
 
 def _verdict_of(error: BaseException | None, phase: Phase) -> Verdict | None:
