@@ -103,13 +103,13 @@ class EngineHost:
             if wait > 0:
                 raise EngineUnavailableError(f"{breaker.reason}; tried again in {wait:.0f} s")
             await self._after_sickness()
-            await self._end_engine()
             try:
+                await self._end_engine()
                 await self._bring_up(facts)
-            except EngineUnavailableError as error:
+            except (EngineUnavailableError, EngineStopError) as error:
                 breaker.trip(str(error))
                 self.status = f"unhealthy: {error}"
-                raise
+                raise EngineUnavailableError(str(error)) from error
             self._breakers.pop(facts.name, None)
             self.status = f"serving {facts.name}"
 
@@ -172,15 +172,18 @@ class EngineHost:
         directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
         engine = Engine(spec, directory, self._settings.stall_timeout)
         guard = Guard(engine, self._limits, self.budget.recent)
-        healthy = False
+        healthy, left = False, ""
         try:
             verdict = await self._launch(engine, guard, facts)
             healthy = verdict is None
             draft = None if verdict is None else await self._keep(guard, verdict, facts.name)
         finally:
             if not healthy or spec.installer is None:
-                await engine.stop()
+                left = await _end(engine)
         if draft is not None:
+            if left:
+                draft.processes_left = 1
+                draft.verdict = replace(draft.verdict, reason=f"{draft.verdict.reason}; could not be ended: {left}")
             draft.gpu_bytes_left = await _gpu_bytes_left(before)
             return draft
         if spec.installer is not None:
@@ -208,14 +211,9 @@ class EngineHost:
         self.status = f"ending a sick engine: {verdict.reason}"
         draft = await self._keep(guard, verdict, model)
         self._engine, self._facts = None, None
-        left = 0
-        try:
-            await engine.stop()
-        except EngineStopError as error:
-            left = 1
-            draft.tried.append(f"could not be ended: {error}"[:1000])
-            logger.critical("%s", error)
-        draft.processes_left = left
+        if left := await _end(engine):
+            draft.processes_left = 1
+            draft.tried.append(f"could not be ended: {left}"[:1000])
         draft.gpu_bytes_left = await _gpu_bytes_left(before)
         if draft.verdict.kind is IncidentKind.OUT_OF_MEMORY:
             self.budget.halve()
@@ -271,6 +269,16 @@ class EngineHost:
             installer=choose(settings.installer, find_package()),
             patch_dir=None if settings.patch_dir is None else str(settings.patch_dir.resolve()),
         )
+
+
+async def _end(engine: Engine) -> str:
+    """Ends a sick engine; what is left of it, in words, or nothing."""
+    try:
+        await engine.stop()
+    except EngineStopError as error:
+        logger.critical("%s", error)
+        return str(error)
+    return ""
 
 
 async def _gpu_bytes_left(before: int | None) -> int | None:
