@@ -1,7 +1,8 @@
 """Faults for tests: put on PYTHONPATH, this makes a real engine misbehave as the file named in the environment says.
 
 It acts in the processes of an engine only, and only while `TEST_ENGINE_FAULT` names a file that exists:
-`{"at": …, "do": …, "patched_only": …, "token": …, "once": …}`.
+`{"at": …, "do": …}`. `patched_only` spares engines without the capture, `strategy` those that capture in another way;
+`token` and `tokens` want a row with that token, or of that length; `once` takes the file away as the fault strikes.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 FAULT = os.environ.get("TEST_ENGINE_FAULT", "")
-_RUNNER = "sglang.srt.model_executor.model_runner"
 _ORPHAN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
@@ -29,16 +29,24 @@ def fault(at: str) -> dict[str, Any] | None:
             wanted: dict[str, Any] = json.load(file)
     except OSError:
         return None
-    if wanted["at"] != at or (wanted.get("patched_only") and not os.environ.get("LAYERTAP_INSTALLER")):
+    unpatched = not os.environ.get("LAYERTAP_INSTALLER")
+    if wanted["at"] != at or (unpatched and (wanted.get("patched_only") or wanted.get("strategy"))):
         return None
+    if wanted.get("strategy") not in (None, os.environ.get("LAYERTAP_STRATEGY")):
+        return None
+    return wanted
+
+
+def strike(wanted: dict[str, Any]) -> None:
+    """Takes the file of a fault away that is to strike once."""
     if wanted.get("once"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(FAULT)
-    return wanted
 
 
 def commit(wanted: dict[str, Any]) -> None:
     """Does what the fault says."""
+    strike(wanted)
     match wanted["do"]:
         case "spin":
             while True:
@@ -53,6 +61,9 @@ def commit(wanted: dict[str, Any]) -> None:
             raise RuntimeError("a fault of the test")
         case "orphan":
             subprocess.Popen([sys.executable, "-c", _ORPHAN], start_new_session=True)
+        case "orphan-and-die":
+            subprocess.Popen([sys.executable, "-c", _ORPHAN], start_new_session=True)
+            os._exit(3)
         case "spin-kernel":
             import torch
 
@@ -80,20 +91,27 @@ def _spoil_runner(module: ModuleType) -> None:
 
 
 def _spoil_capture(module: ModuleType) -> None:
-    end = module.HookCapture._end
+    capture = getattr(module, "ModelCapture", None) or module.HookCapture
+    end = capture._end
 
-    def spoiled_end(self: Any, *args: Any) -> None:
+    def spoiled_end(self: Any, *args: Any) -> Any:
         if (wanted := fault("capture")) and self._current is not None:
             if wanted["do"] == "nan":
-                for piece in self._current.found:
-                    if piece.count == wanted["tokens"]:
-                        for state in self._current.states.values():
-                            state[piece.start : piece.start + piece.count] = float("nan")
+                _poison(wanted, self._current)
             else:
                 commit(wanted)
-        end(self, *args)
+        return end(self, *args)
 
-    module.HookCapture._end = spoiled_end
+    capture._end = spoiled_end
+
+
+def _poison(wanted: dict[str, Any], forward: Any) -> None:
+    """Makes the states of the rows that the fault wants not finite."""
+    for piece in forward.found:
+        if wanted.get("tokens") in (None, piece.count):
+            strike(wanted)
+            for state in forward.states.values():
+                state[piece.start : piece.start + piece.count] = float("nan")
 
 
 def _spoil_server(module: ModuleType) -> None:
@@ -107,7 +125,12 @@ def _spoil_server(module: ModuleType) -> None:
     module.Server.startup = spoiled_startup
 
 
-_SPOIL = {_RUNNER: _spoil_runner, "worker.capture.hooks": _spoil_capture, "uvicorn.server": _spoil_server}
+_SPOIL = {
+    "sglang.srt.model_executor.model_runner": _spoil_runner,
+    "worker.capture.hooks": _spoil_capture,
+    "worker.capture.model_capture": _spoil_capture,
+    "uvicorn.server": _spoil_server,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
