@@ -27,8 +27,8 @@ from worker import models, shard_writer
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
 from worker.engine import processes
-from worker.engine.canary import check
 from worker.engine.engine import MARK, Engine, EngineLaunchError
+from worker.engine.self_check import check
 from worker.engine.spec import EngineSpec, chunk_tokens
 from worker.inflight import InFlight
 from worker.leases import HeldLease
@@ -145,7 +145,7 @@ class Passes:
 
 @asynccontextmanager
 async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterator[Passes]:
-    """The engine with the settings of a worker on this CPU, checked by the canary and warm; ended at the end."""
+    """The engine with the settings of a worker on this CPU, self-checked and warm; ended at the end."""
     os.environ["OMP_NUM_THREADS"] = str(threads())
     facts = models.facts(model)
     engine = Engine(_spec(facts), folder / "engine", PREFILL_SECONDS)

@@ -109,7 +109,7 @@ class WorkerProcess:
         for file in self.sessions():
             # A session may end while it is looked at.
             with suppress(OSError):
-                if file.suffix == ".ledger" and "canary" not in file.name:
+                if file.suffix == ".ledger" and "probe" not in file.name:
                     ledger = Ledger.open(file)
                     found.append((ledger.progress()[1], int(ledger.lengths.sum())))
         return found

@@ -22,6 +22,7 @@ from worker.capture.session import Ledger, Session, publish, sessions_dir, withd
 from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine
 from worker.engine.host import EngineHost, NoEngineError
+from worker.engine.self_check import READINGS
 from worker.engine.spec import chunk_tokens
 from worker.leases import HeldLease, LeaseKeeper
 from worker.prefill import Prefill, RowFailure
@@ -80,7 +81,8 @@ class ShardPrefill:
     async def _with(self, engine: Engine) -> None:
         """Prefills what is left on this engine. Raises `EngineDownError` with the suspects brought up to date."""
         lease = self.held.lease
-        rid = Rid(mask(lease.layers), lease.final is Final.POST_NORM, lease.task, lease.generation, 0, 0)
+        final = lease.final is Final.POST_NORM
+        rid = Rid(mask(lease.layers), final, lease.task, lease.generation, 0, 0, READINGS[engine.strategy])
         ledger = self._ledger(engine, rid)
         publish(engine.directory, rid.session, Session.at(self.partial, ledger, self.layout))
         self.keeper.phase(self.held, "prefill", _PREFILL_GRACE_S, ledger.path)

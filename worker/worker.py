@@ -61,7 +61,9 @@ class Worker:
         self._models = {facts.name: facts for facts in models}
         self._storage = settings.storage.resolve()
         self._api = ServiceApi(settings.service, settings.token)
-        self._keeper = LeaseKeeper(self.id, settings.service, settings.token, settings.stall_timeout)
+        # Longer than it takes to give up a stuck row or to end a hung engine, which is done under the lease.
+        patience = 2 * settings.row_timeout + settings.stall_timeout
+        self._keeper = LeaseKeeper(self.id, settings.service, settings.token, patience)
         self._host = EngineHost(
             settings, device, chunk, self.id, self._report_incident, lambda: list(self._keeper.held)
         )

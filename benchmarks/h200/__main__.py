@@ -27,7 +27,7 @@ from worker.models import engine_version
 
 CHUNK = 8192
 LAUNCH_SECONDS = 400
-TOKENS = {"256": 200_000, "2048": 262_144, "16384": 262_144, "sharegpt": 262_144}
+TOKENS = {"256": 524_288, "2048": 524_288, "16384": 524_288, "sharegpt": 524_288}
 
 
 @asynccontextmanager
@@ -91,7 +91,7 @@ async def measure_shape(shape: str, mixes: list[str], repeats: int, work: Path, 
             out.add(shape, mix, "plain prefill", tokens, plains)
             out.add(shape, mix, "extract 3 + final", tokens, threes, nbytes)
             if mix == "2048":
-                few = rows[:24]
+                few = rows[:16]
                 seconds, nbytes = await once(engine, budget, few, every, storage)
                 out.add(shape, mix, f"extract all {depth + 1} + final", sum(map(len, few)), [seconds], nbytes)
 

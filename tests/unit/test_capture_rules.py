@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.capture.addressing import pieces, runs, wanted
-from worker.capture.rid import Rid, mask, parse, unmask
+from worker.capture import sources
+from worker.capture.addressing import pieces, runs
+from worker.capture.rid import Reading, Rid, mask, parse, unmask
+from worker.capture.sources import Source
 
 rids = st.builds(
     Rid,
@@ -15,6 +17,7 @@ rids = st.builds(
     generation=st.integers(0, 10**6),
     row=st.integers(0, 10**7),
     attempt=st.integers(0, 9),
+    reading=st.sampled_from(Reading),
 )
 
 
@@ -31,11 +34,17 @@ def test_no_request_id_is_a_prefix_of_another(first: Rid, second: Rid) -> None:
 
 @given(rids, rids)
 def test_an_abort_of_a_lease_reaches_its_own_rows_only(first: Rid, second: Rid) -> None:
-    same = (first.boundaries, first.final, first.session) == (second.boundaries, second.final, second.session)
+    same = _lease(first) == _lease(second)
     assert str(second).startswith(first.lease_prefix) == same
 
 
-@pytest.mark.parametrize("foreign", ["", "abc123", "HEALTH_CHECK_1", "lt1.3.1.task_A.1.2", None, 7, ["lt1"]])
+def _lease(rid: Rid) -> tuple[object, ...]:
+    return rid.reading, rid.boundaries, rid.final, rid.session
+
+
+@pytest.mark.parametrize(
+    "foreign", ["", "abc123", "HEALTH_CHECK_1", "lt1.h.3.1.task_A.1.2", "lt1.z.3.1.t.1.2.0.", None, 7, ["lt1"]]
+)
 def test_a_request_that_is_not_ours_is_left_alone(foreign: object) -> None:
     assert parse(foreign) is None
 
@@ -65,8 +74,34 @@ def test_lengths_that_disagree_are_refused() -> None:
 
 def test_what_is_read_depends_on_the_ids_alone() -> None:
     found = pieces([_rid(0, (1,), False), _rid(1, (4, 7), True)], [0, 9], [2, 2])
-    assert wanted(found) == (mask([1, 4, 7]), True)
-    assert wanted([]) == (0, False)
+    assert sources.wanted(found, 9, True, True) == {(Source.HOOKS, 1), (Source.HOOKS, 4), (Source.HOOKS, 7)}
+    assert sources.wanted([], 9, True, True) == frozenset()
+
+
+def test_a_row_is_read_by_the_strategy_that_its_id_names() -> None:
+    rid = str(Rid(mask([0, 3]), True, "task_A", 1, 0, 0, Reading.COLLECT))
+    found = pieces([rid, _rid(1)], [0, 0], [2, 2])
+    assert sources.of(found[0], 4, True, True) == ((Source.COLLECT, 0), (Source.COLLECT, 3))
+    assert sources.of(found[1], 4, True, True) == ((Source.HOOKS, 0), (Source.HOOKS, 3))
+    assert len(runs(found)) == 2
+
+
+@pytest.mark.parametrize(
+    ("hooks", "collects", "expected"),
+    [
+        (True, True, "hooks 0-3, exits 1-3, collect 1-2, bare 1-2, normed 3"),
+        (True, False, "hooks 0-3, exits 1-3, normed 3"),
+        (False, True, "collect 0-3, normed 3"),
+    ],
+)
+def test_a_check_reads_every_boundary_at_every_place_there_is(hooks: bool, collects: bool, expected: str) -> None:
+    order = sources.of_check(3, hooks, collects)
+    found = []
+    for source in dict.fromkeys(source for source, _ in order):
+        ks = [k for other, k in order if other is source]
+        assert ks == list(range(ks[0], ks[-1] + 1))
+        found.append(f"{source} {ks[0]}" + (f"-{ks[-1]}" if len(ks) > 1 else ""))
+    assert ", ".join(found) == expected
 
 
 def test_neighbours_that_ask_the_same_share_a_copy() -> None:

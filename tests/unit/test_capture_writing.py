@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fixtures_service_process import until
+from hypothesis import given
+from hypothesis import strategies as st
 
 from worker.capture.addressing import Piece
-from worker.capture.host_copy import Copier, rows_finite
+from worker.capture.host_copy import Copier, _size_class, rows_finite
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, LedgerError, Session, publish, sessions_dir, withdraw
 from worker.capture.writer import Writer
@@ -114,6 +117,19 @@ def test_a_withdrawn_session_is_written_no_more(tmp_path: Path) -> None:
     assert not any(bench.file.read_bytes())
 
 
+def test_a_session_that_is_opened_anew_under_its_name_is_written(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.submit([_piece(0, 0, 3, 0)], *_states(3))
+    until(lambda: bench.ledger.written[0] == 3)
+    bench.ledger.close_session()
+    withdraw(tmp_path, NAME)
+    again = Ledger.create(sessions_dir(tmp_path) / f"{NAME}.ledger", [3, 5])
+    publish(tmp_path, NAME, Session(str(bench.file), str(again.path), 0, 2 * H * 2, 8 * 2 * H * 2, H * 2))
+    bench.submit([_piece(1, 0, 5, 0)], *_states(5))
+    bench.writer.stop()
+    assert again.written.tolist() == [0, 5]
+
+
 def test_a_full_disk_is_reported_and_ends_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, file=Path("/dev/full"))
     bench.submit([_piece(0, 0, 3, 0)], *_states(3))
@@ -128,6 +144,13 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path.write_bytes(os.urandom(256))
     with pytest.raises(LedgerError):
         Ledger.open(path)
+
+
+@given(st.integers(1, 1 << 34))
+def test_pinned_buffers_fit_and_waste_little(nbytes: int) -> None:
+    size = _size_class(nbytes)
+    assert nbytes <= size <= nbytes + max(1 << 16, nbytes // 2)
+    assert _size_class(size) == size
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

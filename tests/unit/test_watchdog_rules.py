@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from layertap.schemas.incidents import Blame, IncidentKind
-from worker.watchdog.attribution import Attempt, Settled, Try, next_step
+from worker.watchdog.attribution import Attempt, Settled, Try, Way, next_step, ways
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, decide
 
 LIMITS = Limits(launch_quiet=100, launch_total=1000, check_total=200, serving_quiet=50, port_closed=30)
@@ -185,39 +185,47 @@ def test_an_incident_is_told_every_signal() -> None:
 
 
 GOOD, BAD = True, False
+PLUGIN, COLLECT, HOOK_FACTORY, SOURCE = ways(["plugin", "forward_hooks", "source"], ["hooks", "collect"])
+TWICE = [(PLUGIN, BAD), (None, GOOD), (PLUGIN, BAD)]
+
+
+def test_the_other_strategy_is_tried_before_the_other_installers() -> None:
+    assert [str(way) for way in (PLUGIN, COLLECT, HOOK_FACTORY, SOURCE)] == [
+        "plugin, hooks",
+        "plugin, collect",
+        "forward_hooks, hooks",
+        "source, hooks",
+    ]
+    assert ways(["source"], ["collect"]) == [Way("source", "collect")]
 
 
 @pytest.mark.parametrize(
     ("attempts", "step"),
     [
-        ([], Try("plugin")),
-        ([("plugin", GOOD)], Settled(Blame.NOBODY, serving=True)),
-        ([("plugin", BAD)], Try(None)),
-        ([("plugin", BAD), (None, BAD)], Settled(Blame.ENVIRONMENT, serving=False)),
-        ([("plugin", BAD), (None, GOOD)], Try("plugin")),
-        ([("plugin", BAD), (None, GOOD), ("plugin", GOOD)], Settled(Blame.NOBODY, serving=True)),
-        ([("plugin", BAD), (None, GOOD), ("plugin", BAD)], Try("forward_hooks")),
-        (
-            [("plugin", BAD), (None, GOOD), ("plugin", BAD), ("forward_hooks", GOOD)],
-            Settled(Blame.PATCH, serving=True),
-        ),
-        ([("plugin", BAD), (None, GOOD), ("plugin", BAD), ("forward_hooks", BAD)], Try("source")),
-        (
-            [("plugin", BAD), (None, GOOD), ("plugin", BAD), ("forward_hooks", BAD), ("source", BAD)],
-            Settled(Blame.PATCH, serving=False),
-        ),
+        ([], Try(PLUGIN)),
+        ([(PLUGIN, GOOD)], Settled(Blame.NOBODY, serving=True)),
+        ([(PLUGIN, BAD)], Try(None)),
+        ([(PLUGIN, BAD), (None, BAD)], Settled(Blame.ENVIRONMENT, serving=False)),
+        ([(PLUGIN, BAD), (None, GOOD)], Try(PLUGIN)),
+        ([(PLUGIN, BAD), (None, GOOD), (PLUGIN, GOOD)], Settled(Blame.NOBODY, serving=True)),
+        (TWICE, Try(COLLECT)),
+        ([*TWICE, (COLLECT, GOOD)], Settled(Blame.PATCH, serving=True)),
+        ([*TWICE, (COLLECT, BAD)], Try(HOOK_FACTORY)),
+        ([*TWICE, (COLLECT, BAD), (HOOK_FACTORY, GOOD)], Settled(Blame.PATCH, serving=True)),
+        ([*TWICE, (COLLECT, BAD), (HOOK_FACTORY, BAD)], Try(SOURCE)),
+        ([*TWICE, (COLLECT, BAD), (HOOK_FACTORY, BAD), (SOURCE, BAD)], Settled(Blame.PATCH, serving=False)),
     ],
 )
-def test_blame_follows_from_what_was_tried(attempts: list[tuple[str | None, bool]], step: Try | Settled) -> None:
-    made = [Attempt(installer, healthy) for installer, healthy in attempts]
-    assert next_step(made, ["plugin", "forward_hooks", "source"]) == step
+def test_blame_follows_from_what_was_tried(attempts: list[tuple[Way | None, bool]], step: Try | Settled) -> None:
+    made = [Attempt(way, healthy) for way, healthy in attempts]
+    assert next_step(made, [PLUGIN, COLLECT, HOOK_FACTORY, SOURCE]) == step
 
 
 def test_attribution_always_ends() -> None:
     def explore(attempts: list[Attempt]) -> int:
-        step = next_step(attempts, ["plugin", "forward_hooks", "source"])
+        step = next_step(attempts, [PLUGIN, COLLECT, HOOK_FACTORY, SOURCE])
         if isinstance(step, Settled):
             return len(attempts)
-        return max(explore([*attempts, Attempt(step.installer, healthy)]) for healthy in (True, False))
+        return max(explore([*attempts, Attempt(step.way, healthy)]) for healthy in (True, False))
 
-    assert explore([]) == 5
+    assert explore([]) == 6

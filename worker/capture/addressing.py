@@ -7,7 +7,7 @@ positions `prefix_lens[j] …` of its sample. Chunked prefill is just a piece wi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.capture.rid import Rid, parse
+from worker.capture.rid import Reading, Rid, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +32,17 @@ def pieces(rids: Sequence[object], prefix_lens: Sequence[int], seq_lens: Sequenc
     return found
 
 
-def wanted(found: Sequence[Piece]) -> tuple[int, bool]:
-    """The union of the pieces' boundary masks, and whether any wants the final hidden state.
-
-    Depends on the request ids alone, so that every rank of a tensor-parallel group reads the same boundaries.
-    """
-    bits, final = 0, False
-    for piece in found:
-        bits |= piece.rid.boundaries
-        final |= piece.rid.final
-    return bits, final
-
-
 def runs(found: Sequence[Piece]) -> list[list[Piece]]:
     """The pieces grouped into runs that are adjacent in the batch and ask for the same states: one copy each."""
     grouped: list[list[Piece]] = []
     for piece in found:
         last = grouped[-1][-1] if grouped else None
-        if (
-            last is not None
-            and last.start + last.count == piece.start
-            and (last.rid.boundaries, last.rid.final) == (piece.rid.boundaries, piece.rid.final)
-        ):
+        if last is not None and last.start + last.count == piece.start and _asked(last) == _asked(piece):
             grouped[-1].append(piece)
         else:
             grouped.append([piece])
     return grouped
+
+
+def _asked(piece: Piece) -> tuple[Reading, int, bool]:
+    return piece.rid.reading, piece.rid.boundaries, piece.rid.final

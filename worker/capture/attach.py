@@ -7,23 +7,27 @@ engine to be unpatched.
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from worker.capture import addressing
-from worker.capture.hooks import HookCapture, find_stack
+from worker.capture.addressing import Piece
+from worker.capture.head import Head
 from worker.capture.host_copy import Copier
 from worker.capture.installed import ENGINE_DIR_VARIABLE, active, show_stacks_on_signal
-from worker.capture.report import Attached, write_report
-from worker.capture.rid import unmask
+from worker.capture.model_capture import ModelCapture
+from worker.capture.report import Attached, write_log_probabilities, write_report
+from worker.capture.stack import UnsupportedModelError, find_stack
 from worker.capture.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 POOL_VARIABLE = "LAYERTAP_POOL_BYTES"
 DEFAULT_POOL_BYTES = 2 << 30
+STRATEGY_VARIABLE = "LAYERTAP_STRATEGY"
 _SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -40,10 +44,12 @@ def attach(runner: Any, run_dir: Path, installer: str) -> None:
     """Puts the capture on a loaded model runner and reports in. Raises if the model cannot be captured."""
     show_stacks_on_signal()
     rank, size, pp_size = _parallel(runner)
+    _refuse_scattered(runner.server_args, pp_size)
     stack = find_stack(runner.model)
-    writes = rank == 0
-    sink = _Sink(run_dir, runner) if writes else None
-    HookCapture(stack, sink).attach()
+    strategy = os.environ.get(STRATEGY_VARIABLE, "hooks")
+    sink = _Sink(run_dir, runner) if rank == 0 else None
+    capture = ModelCapture(stack, Head(runner.model), sink, hooks=strategy == "hooks")
+    capture.attach()
     report = Attached(
         pid=os.getpid(),
         tp_rank=rank,
@@ -53,11 +59,27 @@ def attach(runner: Any, run_dir: Path, installer: str) -> None:
         num_layers=len(stack.blocks),
         hidden_size=int(runner.model_config.hidden_size),
         dtype=_SAFETENSORS_DTYPE[runner.model_config.dtype],
-        strategy="hooks",
+        strategy=strategy,
+        collects=capture.collects,
         installer=installer,
     )
     write_report(run_dir, report)
     logger.info("layertap: capture attached to %s on rank %d", report.architecture, rank)
+
+
+_SCATTERED = {
+    "enable_dp_attention": "with DP attention each rank holds other rows",
+    "enable_two_batch_overlap": "two-batch overlap runs a batch in halves",
+}
+
+
+def _refuse_scattered(server_args: Any, pp_size: int) -> None:
+    """Raises `UnsupportedModelError` where no one rank sees every row at every boundary."""
+    if pp_size > 1:
+        raise UnsupportedModelError("with pipeline parallelism no rank has every boundary; use --tensor-parallel")
+    for name, why in _SCATTERED.items():
+        if getattr(server_args, name, False):
+            raise UnsupportedModelError(f"{why}, so its states have no known place; leave --{name.replace('_', '-')}")
 
 
 def _parallel(runner: Any) -> tuple[int, int, int]:
@@ -73,17 +95,22 @@ class _Sink:
     """Hands each forward's states to the copier and the writer."""
 
     def __init__(self, run_dir: Path, runner: Any) -> None:
+        self._run_dir = run_dir
         pool_bytes = int(os.environ.get(POOL_VARIABLE, DEFAULT_POOL_BYTES))
         self._device = torch.device(runner.device)
         self._copier = Copier(self._device, pool_bytes)
         self._writer = Writer(run_dir, self._copier)
         self._writer.start()
 
-    def __call__(
-        self, found: list[addressing.Piece], states: dict[int, torch.Tensor], final: torch.Tensor | None
+    def states(
+        self, piece_states: Callable[[Piece], list[torch.Tensor]], found: list[Piece], final: torch.Tensor | None
     ) -> None:
+        """Starts one copy for each run of neighbouring pieces and queues it for the writer."""
         for run in addressing.runs(found):
-            rid = run[0].rid
-            chosen = [states[k] for k in unmask(rid.boundaries)]
             start, stop = run[0].start, run[-1].start + run[-1].count
-            self._writer.submit(run, self._copier.copy(chosen, final if rid.final else None, start, stop))
+            wanted = final if run[0].rid.final else None
+            self._writer.submit(run, self._copier.copy(piece_states(run[0]), wanted, start, stop))
+
+    def log_probabilities(self, piece: Piece, found: list[float] | None) -> None:
+        """Leaves them where the worker looks, once the row's states are on their way."""
+        write_log_probabilities(self._run_dir, piece.rid.session, piece.rid.row, found)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+_ALIGN = 4096
+_SMALLEST = 1 << 16
+
 
 @dataclass
 class HostCopy:
@@ -25,7 +28,7 @@ class HostCopy:
     finite: torch.Tensor
     nbytes: int
     event: Any = None
-    pinned: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    pinned: torch.Tensor | None = field(default=None, repr=False)
     keep_alive: tuple[torch.Tensor, ...] = field(default=(), repr=False)
 
     def wait(self) -> None:
@@ -36,7 +39,10 @@ class HostCopy:
 
 
 class PinnedPool:
-    """Pinned host memory with a bound of `limit` bytes; freed buffers are kept for copies of their size."""
+    """Pinned host memory with a bound of `limit` bytes; freed buffers are kept for copies of their size.
+
+    A copy takes one buffer for all it holds: one that took several could wait for room that it occupies itself.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -46,7 +52,7 @@ class PinnedPool:
 
     def take(self, nbytes: int, timeout: float = 600.0) -> torch.Tensor:
         """A pinned uint8 buffer of at least `nbytes`. Raises `TimeoutError` when none is given back in time."""
-        size = 1 << max(16, (nbytes - 1).bit_length())
+        size = _size_class(nbytes)
         with self._changed:
             kept = self._free.get(size)
             if kept:
@@ -92,21 +98,20 @@ class Copier:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             on_device = self._gather(states, final, start, stop)
-            hidden, hidden_buffer = self._to_host(on_device.hidden)
-            final_host, final_buffer = (None, None) if on_device.final is None else self._to_host(on_device.final)
-            finite, finite_buffer = self._to_host(on_device.finite)
+            parts = [part for part in (on_device.hidden, on_device.finite, on_device.final) if part is not None]
+            buffer, (hidden, finite, *final_host) = self._to_host(parts)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         device_tensors = (*states, *(() if final is None else (final,)), on_device.hidden, on_device.finite)
-        pinned = tuple(b for b in (hidden_buffer, final_buffer, finite_buffer) if b is not None)
-        return HostCopy(hidden, final_host, finite, on_device.nbytes, event, pinned, device_tensors)
+        return HostCopy(
+            hidden, final_host[0] if final_host else None, finite, on_device.nbytes, event, buffer, device_tensors
+        )
 
     def release(self, copy: HostCopy) -> None:
         """Gives the copy's pinned memory back; its tensors must not be read after."""
-        if self._pool is not None:
-            for buffer in copy.pinned:
-                self._pool.give(buffer)
-            copy.pinned = ()
+        if self._pool is not None and copy.pinned is not None:
+            self._pool.give(copy.pinned)
+            copy.pinned = None
 
     def _gather(self, states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
         hidden = torch.stack([state[start:stop] for state in states], dim=1)
@@ -117,12 +122,23 @@ class Copier:
         nbytes = hidden.nbytes + (0 if final_rows is None else final_rows.nbytes)
         return HostCopy(hidden, final_rows, finite, nbytes)
 
-    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _to_host(self, parts: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         assert self._pool is not None
-        buffer = self._pool.take(tensor.nbytes)
-        host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        host.copy_(tensor, non_blocking=True)
-        return host, buffer
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + (part.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN)
+        buffer = self._pool.take(starts[-1])
+        copies = []
+        for part, start in zip(parts, starts, strict=False):
+            host = buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            copies.append(host.copy_(part, non_blocking=True))
+        return buffer, copies
+
+
+def _size_class(nbytes: int) -> int:
+    """Sizes a quarter of a power of two apart, so that buffers are used again and little of them is waste."""
+    step = max(_SMALLEST, 1 << max(0, nbytes.bit_length() - 3))
+    return (nbytes + step - 1) // step * step
 
 
 def rows_finite(rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The report with which each rank of the engine says that the capture is in. No report means an unpatched engine."""
+"""What the capture tells the worker in files: each rank's report that it is in, and what the head says of a check.
+
+No report means an unpatched engine.
+"""
 
 import json
 import os
@@ -8,7 +11,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Attached:
-    """What one rank reports once the capture is in. `dtype` is the safetensors name of the residual stream's dtype."""
+    """What one rank reports once the capture is in. `dtype` is the safetensors name of the residual stream's dtype.
+
+    `strategy` is `hooks` or `collect`; `collects` says whether the model offers its own collection.
+    """
 
     pid: int
     tp_rank: int
@@ -19,6 +25,7 @@ class Attached:
     hidden_size: int
     dtype: str
     strategy: str
+    collects: bool
     installer: str
 
 
@@ -39,3 +46,24 @@ def read_reports(run_dir: Path) -> list[Attached]:
     """The reports so far, by rank."""
     reports = [Attached(**json.loads(path.read_text())) for path in attached_dir(run_dir).glob("rank*.json")]
     return sorted(reports, key=lambda report: report.tp_rank)
+
+
+def write_log_probabilities(run_dir: Path, session: str, row: int, found: list[float] | None) -> None:
+    """Log-probabilities that the model's head gives the tokens of a check's row, the first left out; None: no head."""
+    path = _check_file(run_dir, session, row)
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(found))
+    os.replace(partial, path)
+
+
+def take_log_probabilities(run_dir: Path, session: str, row: int) -> list[float] | None:
+    """What was written for the row; the file is removed. Raises `FileNotFoundError` while there is none."""
+    path = _check_file(run_dir, session, row)
+    found: list[float] | None = json.loads(path.read_text())
+    path.unlink()
+    return found
+
+
+def _check_file(run_dir: Path, session: str, row: int) -> Path:
+    return run_dir / "checks" / f"{session}.{row}.json"

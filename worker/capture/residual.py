@@ -16,13 +16,35 @@ def stream_at_entry(arguments: Mapping[str, Any]) -> torch.Tensor:
 
     With tensor parallelism this may run a collective: every rank must call it.
     """
-    hidden, batch = arguments["hidden_states"], arguments["forward_batch"]
+    return _stream(arguments["hidden_states"], arguments.get("residual"), arguments["forward_batch"])
+
+
+def stream_at_exit(output: Any, batch: Any) -> torch.Tensor:
+    """The residual stream after a block, from what the block returned. May run a collective, as above."""
+    hidden, residual = _parts(output)
+    return _stream(hidden, residual, batch)
+
+
+def bare_at_exit(output: Any, like: torch.Tensor) -> torch.Tensor:
+    """What the block returned, with its residual left out; zeros where that is no tensor yet."""
+    hidden, _ = _parts(output)
+    return hidden.clone() if isinstance(hidden, torch.Tensor) else torch.zeros_like(like)
+
+
+def _parts(output: Any) -> tuple[Any, torch.Tensor | None]:
+    if not isinstance(output, tuple):
+        return output, None
+    hidden, second = output[0], output[1] if len(output) > 1 else None
+    is_residual = isinstance(second, torch.Tensor) and isinstance(hidden, torch.Tensor) and second.shape == hidden.shape
+    return hidden, second if is_residual else None
+
+
+def _stream(hidden: Any, residual: torch.Tensor | None, batch: Any) -> torch.Tensor:
     if getattr(batch, "residual_stream", None) is not None:
         from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 
         snapshot: torch.Tensor = residual_batch.snapshot(hidden, batch)
         return snapshot.clone() if snapshot is hidden else snapshot
-    residual = arguments.get("residual")
     stream: torch.Tensor = hidden.clone() if residual is None else hidden + residual
     return stream
 

@@ -1,15 +1,25 @@
 """Request ids: everything that every rank must know to act alike stands in the id itself.
 
-Ranks run collectives while they read the residual stream, so whether and what to read may depend on nothing but the
-batch. The boundaries are therefore a bit mask in the id. Each id ends with a terminator: the engine aborts by prefix,
-and no id is a prefix of another.
+Ranks run collectives while they read the residual stream, so whether, how and what to read may depend on nothing but
+the batch. How is a letter in the id, the boundaries are a bit mask in it. Each id ends with a terminator: the engine
+aborts by prefix, and no id is a prefix of another.
 """
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
-_PATTERN = re.compile(r"lt1\.([0-9a-f]+)\.([01])\.([A-Za-z0-9_-]+)\.(\d+)\.(\d+)\.(\d+)\.")
+
+class Reading(StrEnum):
+    """How a row's states are read: by hooks on the blocks, by the model's own collection, or by every way at once."""
+
+    HOOKS = "h"
+    COLLECT = "c"
+    CHECK = "x"
+
+
+_PATTERN = re.compile(r"lt1\.([hcx])\.([0-9a-f]+)\.([01])\.([A-Za-z0-9_-]+)\.(\d+)\.(\d+)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +27,8 @@ class Rid:
     """One attempt at one row of one leased task.
 
     `boundaries` has bit k set for boundary k; `final` asks for the final hidden state; `row` is the row's index within
-    the task's shard; `attempt` counts how often this lease sent the row.
+    the task's shard; `attempt` counts how often this lease sent the row. With `Reading.CHECK` the boundaries are not
+    looked at: what is read then is `sources.of_check`.
     """
 
     boundaries: int
@@ -26,6 +37,7 @@ class Rid:
     generation: int
     row: int
     attempt: int
+    reading: Reading = Reading.HOOKS
 
     def __str__(self) -> str:
         return f"{self.lease_prefix}{self.row}.{self.attempt}."
@@ -33,7 +45,7 @@ class Rid:
     @property
     def lease_prefix(self) -> str:
         """What the ids of all rows of this lease start with, and no other's: one abort ends them."""
-        return f"lt1.{self.boundaries:x}.{self.final:d}.{self.task}.{self.generation}."
+        return f"lt1.{self.reading}.{self.boundaries:x}.{self.final:d}.{self.task}.{self.generation}."
 
     @property
     def session(self) -> str:
@@ -57,5 +69,5 @@ def parse(rid: object) -> Rid | None:
     found = _PATTERN.fullmatch(rid) if isinstance(rid, str) else None
     if found is None:
         return None
-    bits, final, task, generation, row, attempt = found.groups()
-    return Rid(int(bits, 16), final == "1", task, int(generation), int(row), int(attempt))
+    reading, bits, final, task, generation, row, attempt = found.groups()
+    return Rid(int(bits, 16), final == "1", task, int(generation), int(row), int(attempt), Reading(reading))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from worker.capture.addressing import Piece
+from worker.capture.files import pwrite_all
 from worker.capture.host_copy import Copier, HostCopy
 from worker.capture.session import Ledger, Session, load
 
@@ -101,7 +102,7 @@ class Writer:
             places.append((final, session.final_start, session.final_token_bytes))
         for data, start, width in places:
             offset, nbytes = start + token * width, piece.count * width
-            _pwrite_all(opened.fd, data[begin * width : begin * width + nbytes], offset)
+            pwrite_all(opened.fd, data[begin * width : begin * width + nbytes], offset)
             _start_write_back(opened.fd, offset, nbytes)
 
     def _account(self, ledger: Ledger, piece: Piece, finite: torch.Tensor) -> None:
@@ -116,6 +117,10 @@ class Writer:
         ledger.written[row] = piece.position + piece.count
 
     def _opened(self, name: str) -> _Open | None:
+        opened = self._open.get(name)
+        if opened is not None and opened.ledger.closed:
+            # A lease that goes on after its requests failed opens a session of the same name anew.
+            os.close(self._open.pop(name).fd)
         if name not in self._open:
             session = load(self._run_dir, name)
             if session is None:
@@ -150,9 +155,3 @@ _LIBC = ctypes.CDLL(None)
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat: np.ndarray = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
     return flat.data
-
-
-def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from worker import tied
@@ -21,7 +22,8 @@ from worker.capture.report import Attached, attached_dir, read_reports
 from worker.capture.session import sessions_dir
 from worker.engine import processes
 from worker.engine.client import EngineClient, EngineDownError, EngineInfo
-from worker.engine.spec import EngineSpec, command, environment
+from worker.engine.judgement import Judgement
+from worker.engine.spec import EngineSpec, Strategy, command, environment
 from worker.patch.choice import make, patch_digest
 from worker.patch.installer import UNPATCHED, Applied
 from worker.patch.package import PatchError, find_package
@@ -55,6 +57,8 @@ class Engine:
         self.directory = directory
         self.info: EngineInfo | None = None
         self.reports: list[Attached] = []
+        self.judgement: Judgement | None = None
+        self.plain_tokens_per_s: float | None = None
         self._port = _free_port()
         self._api_key = secrets.token_hex(24)
         patch_dir = None if spec.patch_dir is None else Path(spec.patch_dir)
@@ -71,6 +75,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether the server process runs."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def strategy(self) -> Strategy:
+        """How rows are to be read: as the self-check found right, and until then as the engine was launched."""
+        return self.spec.strategy if self.judgement is None else self.judgement.strategy
 
     @property
     def pid(self) -> int | None:
@@ -194,7 +203,9 @@ class Engine:
             "engine": "sglang",
             "engine_version": self.info.version,
             "architecture": first.architecture,
-            "strategy": first.strategy,
+            "strategy": self.strategy,
+            "self_check": None if self.judgement is None else asdict(self.judgement),
+            "plain_tokens_per_s": self.plain_tokens_per_s,
             "installer": first.installer,
             "patch_digest": patch_digest(self._installer),
             "tensor_parallel": first.tp_size,

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
 from layertap.schemas.workers import ModelFacts
-from worker.engine.canary import check, check_unpatched
 from worker.engine.engine import Engine, EngineStopError
-from worker.engine.spec import EngineSpec
+from worker.engine.self_check import check, check_unpatched
+from worker.engine.spec import EngineSpec, Strategy
+from worker.engine.warm_up import warm_up
 from worker.inflight import InFlight
 from worker.patch.choice import choose, offers
-from worker.patch.installer import InstallerName
 from worker.patch.package import find_package
 from worker.settings import Settings
-from worker.watchdog.attribution import Attempt, Settled, next_step
+from worker.watchdog.attribution import Attempt, Settled, Way, next_step, ways
 from worker.watchdog.guard import Guard
 from worker.watchdog.incident import Draft
 from worker.watchdog.observe import gpu_bytes_used
@@ -71,6 +71,7 @@ class EngineHost:
         self._tasks = tasks
         self._engine: Engine | None = None
         self._facts: ModelFacts | None = None
+        self._gpu_before: int | None = None
         self._watch: asyncio.Task[None] | None = None
         self._users = 0
         self._idle = asyncio.Condition()
@@ -146,18 +147,18 @@ class EngineHost:
     async def _bring_up(self, facts: ModelFacts) -> None:
         """Starts engines until one serves or it is known why none does, one incident for the first failure."""
         spec = self._spec(facts)
-        ways = self._ways(spec)
+        every = self._ways()
         attempts: list[Attempt] = []
         draft: Draft | None = None
-        while not isinstance(step := next_step(attempts, ways), Settled):
-            way = next((name for name in ways if name == step.installer), None)
+        while not isinstance(step := next_step(attempts, every), Settled):
+            way = step.way
             self.status = f"loading {facts.name}" + ("" if way else " unpatched, to see whom to blame")
-            failure = await self._start(facts, replace(spec, installer=way))
+            failure = await self._start(facts, _in_way(spec, way))
             attempts.append(Attempt(way, failure is None))
             if failure is not None and draft is None:
                 draft = failure
             if draft is not None:
-                how = "unpatched" if way is None else f"patched by {way}"
+                how = "unpatched" if way is None else f"patched by {way.installer}, reading by {way.strategy}"
                 draft.tried.append(f"{how}: {'healthy' if failure is None else failure.verdict.reason}"[:1000])
         if draft is not None:
             await self._publish(draft, step.blame)
@@ -170,8 +171,8 @@ class EngineHost:
         self._started += 1
         before = await asyncio.to_thread(gpu_bytes_used)
         directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
-        engine = Engine(spec, directory, self._settings.stall_timeout)
-        guard = Guard(engine, self._limits, self.budget.recent)
+        engine = Engine(spec, directory, self._settings.row_timeout)
+        guard = Guard(engine, self._limits, self.budget.recent, self.budget.oldest)
         healthy, left = False, ""
         try:
             verdict = await self._launch(engine, guard, facts)
@@ -187,7 +188,7 @@ class EngineHost:
             draft.gpu_bytes_left = await _gpu_bytes_left(before)
             return draft
         if spec.installer is not None:
-            self._engine, self._facts = engine, facts
+            self._engine, self._facts, self._gpu_before = engine, facts, before
             guard.enter(Phase.IDLE)
             self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name, before))
         return None
@@ -200,9 +201,29 @@ class EngineHost:
         verdict = await guard.through(come_up())
         if verdict is not None:
             return verdict
-        guard.enter(Phase.SELF_CHECK)
-        self.status = f"checking {facts.name}"
-        return await guard.through(check_unpatched(engine) if engine.spec.installer is None else check(engine, facts))
+        if engine.spec.installer is None:
+            guard.enter(Phase.SELF_CHECK)
+            return await guard.through(check_unpatched(engine))
+
+        async def warm() -> None:
+            engine.plain_tokens_per_s = round(await warm_up(engine, facts.vocab_size, facts.max_row_tokens))
+
+        async def check_itself() -> None:
+            engine.judgement = await check(engine, facts)
+
+        for phase, words, step in (
+            (Phase.WARMING, "warming up", warm),
+            (Phase.SELF_CHECK, "checking", check_itself),
+        ):
+            guard.enter(phase)
+            self.status = f"{words} {facts.name}"
+            verdict = await guard.through(step())
+            if verdict is not None:
+                return verdict
+        assert engine.judgement is not None
+        for remark in engine.judgement.remarks:
+            logger.warning("%s: %s", facts.name, remark)
+        return None
 
     async def _watch_over(self, engine: Engine, guard: Guard, model: str, before: int | None) -> None:
         """Ends the engine once it is sick, evidence first, and reports the incident."""
@@ -243,16 +264,21 @@ class EngineHost:
         engine, self._engine, self._facts = self._engine, None, None
         if engine is not None:
             await engine.stop()
+            left = await _gpu_bytes_left(self._gpu_before)
+            if left is not None and left > _GPU_SLACK_BYTES:
+                logger.critical("the engine has ended, but %d MiB of GPU memory are still taken", left >> 20)
 
     async def _notify(self) -> None:
         async with self._idle:
             self._idle.notify_all()
 
-    def _ways(self, spec: EngineSpec) -> list[InstallerName]:
-        assert spec.installer is not None
-        if self._settings.installer != "auto":
-            return [spec.installer]
-        return offers(find_package())
+    def _ways(self) -> list[Way]:
+        settings = self._settings
+        package = find_package()
+        first = choose(settings.installer, package)
+        others = [name for name in offers(package) if name != first] if settings.installer == "auto" else []
+        strategies: list[Strategy] = ["hooks", "collect"] if settings.strategy == "auto" else [settings.strategy]
+        return ways([first, *others], strategies)
 
     def _spec(self, facts: ModelFacts) -> EngineSpec:
         settings = self._settings
@@ -269,6 +295,12 @@ class EngineHost:
             installer=choose(settings.installer, find_package()),
             patch_dir=None if settings.patch_dir is None else str(settings.patch_dir.resolve()),
         )
+
+
+def _in_way(spec: EngineSpec, way: Way | None) -> EngineSpec:
+    if way is None:
+        return replace(spec, installer=None)
+    return replace(spec, installer=way.installer, strategy=way.strategy)
 
 
 async def _end(engine: Engine) -> str:

@@ -8,14 +8,15 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from layertap.layout import ShardLayout
-from worker.capture.rid import Rid, mask
+from worker.capture.report import take_log_probabilities
+from worker.capture.rid import Reading, Rid, mask
 from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
 from worker.engine.client import EngineDownError, EngineRefusedError
 from worker.engine.engine import Engine
@@ -32,26 +33,47 @@ class ProbeError(Exception):
 
 @dataclass(frozen=True)
 class Probed:
-    """One row's states in the model's dtype: `hidden_states` [S, K, H], `final_hidden_state` [S, H]."""
+    """One row's states in the model's dtype: `hidden_states` [S, K, H], `final_hidden_state` [S, H].
+
+    For a row of the self-check, `log_probabilities` are the engine's, and `head` what the head made of the states.
+    """
 
     hidden_states: States
     final_hidden_state: States
     nonfinite: int
+    log_probabilities: list[float] = field(default_factory=list)
+    head: list[float] | None = None
 
 
-async def probe(engine: Engine, rows: Sequence[npt.NDArray[np.int32]], boundaries: Sequence[int]) -> list[Probed]:
-    """Prefills rows [S_i] in one list and returns their states at `boundaries`. Raises `ProbeError`."""
+async def probe(
+    engine: Engine,
+    rows: Sequence[npt.NDArray[np.int32]],
+    boundaries: Sequence[int],
+    reading: Reading = Reading.HOOKS,
+) -> list[Probed]:
+    """Prefills rows [S_i] in one list and returns their states at `boundaries`. Raises `ProbeError`.
+
+    With `Reading.CHECK` the K states are those of `sources.of_check`, and `boundaries` merely their number as a range.
+    """
     report = engine.reports[0]
     layout = ShardLayout.of([len(row) for row in rows], boundaries, report.hidden_size, report.dtype, True)
-    rid = Rid(mask(list(boundaries)), True, f"probe_{secrets.token_hex(6)}", 1, 0, 0)
+    rid = Rid(mask(list(boundaries)), True, f"probe_{secrets.token_hex(6)}", 1, 0, 0, reading)
     ledger = Ledger.create(sessions_dir(engine.directory) / f"{rid.session}.ledger", layout.lengths)
     file = engine.directory / f"{rid.session}.bin"
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.posix_fallocate(fd, 0, layout.nbytes)
         publish(engine.directory, rid.session, Session.at(file, ledger, layout))
-        await _prefill(engine, rid, rows, ledger)
-        return _read(fd, layout, ledger)
+        if reading is not Reading.CHECK:
+            await _prefill(engine, rid, rows)
+            await _arrive(ledger)
+            return _read(fd, layout, ledger)
+        log_probabilities = await _with_log_probabilities(engine, rid, rows)
+        await _arrive(ledger)
+        return [
+            replace(probed, log_probabilities=found, head=take_log_probabilities(engine.directory, rid.session, i))
+            for i, (probed, found) in enumerate(zip(_read(fd, layout, ledger), log_probabilities, strict=True))
+        ]
     finally:
         ledger.close_session()
         withdraw(engine.directory, rid.session)
@@ -59,22 +81,35 @@ async def probe(engine: Engine, rows: Sequence[npt.NDArray[np.int32]], boundarie
         file.unlink()
 
 
-async def _prefill(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32]], ledger: Ledger) -> None:
-    rids = [f"{rid.lease_prefix}{index}.0." for index in range(len(rows))]
+def _rids(rid: Rid, count: int) -> list[str]:
+    return [str(replace(rid, row=index)) for index in range(count)]
+
+
+async def _prefill(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32]]) -> None:
     try:
-        outcomes = await engine.client.prefill(rids, list(rows))
+        outcomes = await engine.client.prefill(_rids(rid, len(rows)), list(rows))
     except (EngineDownError, EngineRefusedError) as error:
         raise ProbeError(f"the engine could not prefill {len(rows)} rows: {error}") from error
     aborted = [outcome for outcome in outcomes if outcome is not None]
     if aborted:
         raise ProbeError(f"the engine aborted {len(aborted)} of {len(rows)} rows: {aborted[0]}")
+
+
+async def _with_log_probabilities(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32]]) -> list[list[float]]:
+    try:
+        return await engine.client.log_probabilities(_rids(rid, len(rows)), list(rows))
+    except (EngineDownError, EngineRefusedError) as error:
+        raise ProbeError(f"the engine could not prefill {len(rows)} rows: {error}") from error
+
+
+async def _arrive(ledger: Ledger) -> None:
+    """Returns once every row is in the file."""
     deadline = time.monotonic() + _WRITE_TIMEOUT_S
-    while ledger.progress()[0] < len(rows):
+    while (whole := ledger.progress()[0]) < len(ledger.lengths):
         if ledger.errno or time.monotonic() > deadline:
-            whole, tokens = ledger.progress()
             raise ProbeError(
-                f"the capture wrote {whole} of {len(rows)} rows, {tokens} of {ledger.lengths.sum()} tokens"
-                f" (errno {ledger.errno})"
+                f"the capture wrote {whole} of {len(ledger.lengths)} rows, {ledger.progress()[1]} of "
+                f"{ledger.lengths.sum()} tokens (errno {ledger.errno})"
             )
         await asyncio.sleep(0.005)
 

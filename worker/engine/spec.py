@@ -10,8 +10,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from worker.patch.installer import Applied, InstallerName
+
+Strategy = Literal["hooks", "collect"]
+"""How the capture reads the residual stream: by hooks on the blocks, or by the model's own collection."""
 
 _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 _CPU_CACHE_TOKENS = 32768
@@ -34,6 +38,7 @@ class EngineSpec:
     pool_bytes: int
     engine_version: str
     installer: InstallerName | None = "plugin"
+    strategy: Strategy = "hooks"
     patch_dir: str | None = None
 
 
@@ -95,6 +100,7 @@ def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, app
     env |= {
         "LAYERTAP_ENGINE_DIR": str(engine_dir),
         "LAYERTAP_POOL_BYTES": str(spec.pool_bytes),
+        "LAYERTAP_STRATEGY": spec.strategy,
         "LAYERTAP_ENGINE_DEVICE": spec.device,
         # SGLang sets process titles, which would wipe the mark from /proc/PID/environ.
         "SPT_NOENV": "1",

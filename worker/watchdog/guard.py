@@ -8,9 +8,9 @@ from typing import Any
 
 from layertap.schemas.incidents import Evidence, IncidentKind
 from worker.capture.session import Ledger, LedgerError, sessions_dir
-from worker.engine.canary import CanaryError
 from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
+from worker.engine.judgement import CheckError
 from worker.watchdog.evidence import gather, patch_state
 from worker.watchdog.observe import engine_processes, gpu_use, port_open
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
@@ -122,7 +122,7 @@ def _verdict_of(error: BaseException | None, phase: Phase) -> Verdict | None:
             return Verdict(IncidentKind.UNPATCHED, str(error))
         case EngineLaunchError():
             return Verdict(IncidentKind.DIED_LAUNCHING, str(error))
-        case CanaryError():
+        case CheckError():
             return Verdict(IncidentKind.FAILED_CHECK, str(error))
         case _:
             raise error

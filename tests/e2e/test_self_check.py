@@ -1,0 +1,136 @@
+"""The self-check on the real engine: passes what is right, and sees every way in which a reading can be wrong."""
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import tiny_families
+
+from layertap.schemas.workers import ModelFacts
+from worker import models
+from worker.engine.engine import Engine
+from worker.engine.judgement import BATCH, LOG_PROBABILITY, SAME_FORWARD, CheckError, Judgement
+from worker.engine.self_check import check
+from worker.engine.spec import EngineSpec, Strategy
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+T = TypeVar("T")
+PLANTS = Path(__file__).resolve().parent.parent / "plants"
+
+
+def spec_of(facts: ModelFacts, strategy: Strategy = "hooks") -> EngineSpec:
+    return EngineSpec(
+        model_path=facts.path,
+        dtype=facts.pins.dtype,
+        device="cpu",
+        tensor_parallel=1,
+        chunked_prefill_size=0,
+        max_total_tokens=0,
+        extra_args=(),
+        pool_bytes=1 << 28,
+        engine_version=facts.pins.engine_version,
+        strategy=strategy,
+    )
+
+
+class Checked:
+    """A serving engine whose self-check can be asked for again and again, with a fault planted in its capture."""
+
+    def __init__(self, model: Path, directory: Path, strategy: Strategy = "hooks") -> None:
+        self._loop = asyncio.new_event_loop()
+        self.file = directory.parent / "planted"
+        self.facts = models.facts(model)
+        inherited = os.environ.get("PYTHONPATH", "")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTS), inherited])))
+            patch.setenv("TEST_PLANTED", str(self.file))
+            self.engine = Engine(spec_of(self.facts, strategy), directory, prefill_timeout=60)
+            self._run(self.engine.launch(timeout=240))
+
+    def judge(self, fault: str = "") -> Judgement:
+        """What the self-check says while this fault is planted. Raises `CheckError`."""
+        self.file.write_text(fault)
+        return self._run(check(self.engine, self.facts))
+
+    def close(self) -> None:
+        self._run(self.engine.stop())
+        self._loop.close()
+
+    def _run(self, step: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(step)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+    checked = Checked(tiny_llama, tmp_path_factory.mktemp("checked") / "engine")
+    yield checked
+    checked.close()
+
+
+def test_what_is_right_passes_with_its_figures(llama: Checked) -> None:
+    judgement = llama.judge()
+    assert (judgement.strategy, judgement.remarks) == ("hooks", ())
+    assert judgement.figures["hooks"] <= SAME_FORWARD
+    assert judgement.figures["collect"] <= SAME_FORWARD
+    assert judgement.figures["norm"] < 0.01
+    assert judgement.figures["log_probability"] < LOG_PROBABILITY / 3
+    assert judgement.figures["batch"] < BATCH / 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("pre-norm for post-norm", "not taken after the norm"),
+        ("rows swapped", "states belong to other rows"),
+        ("stale buffer", r"final norm of boundary 8|read after its time|other rows"),
+        ("not finite", "NaN or an infinity"),
+        ("last layer missed", "no strategy reads"),
+    ],
+)
+def test_a_reading_that_no_strategy_gets_right_is_refused(llama: Checked, fault: str, words: str) -> None:
+    llama.judge()
+    with pytest.raises(CheckError, match=words):
+        llama.judge(fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("off by one", "holds boundary k +1 in the place of boundary k"),
+        ("residual left out", "leaves the residual out"),
+    ],
+)
+def test_hooks_that_read_wrong_are_named_and_collect_takes_over(llama: Checked, fault: str, words: str) -> None:
+    judgement = llama.judge(fault)
+    assert judgement.strategy == "collect"
+    (remark,) = judgement.remarks
+    assert remark.startswith("hooks is wrong at")
+    assert words in remark
+
+
+def test_an_engine_that_only_collects_is_checked_too(tiny_llama: Path, tmp_path: Path) -> None:
+    checked = Checked(tiny_llama, tmp_path / "engine", strategy="collect")
+    try:
+        judgement = checked.judge()
+        assert judgement.strategy == "collect"
+        assert judgement.figures["norm"] < 0.01
+    finally:
+        checked.close()
+
+
+def test_a_release_that_collects_gemma_3_without_the_residual_is_seen_and_hooks_are_used(tmp_path: Path) -> None:
+    checked = Checked(tiny_families.make("gemma3"), tmp_path / "engine")
+    try:
+        judgement = checked.judge()
+        assert judgement.strategy == "hooks"
+        assert judgement.figures["hooks"] <= SAME_FORWARD
+        assert judgement.figures["collect"] > 0.2
+        (remark,) = judgement.remarks
+        assert remark.startswith("collect is wrong at")
+        assert "leaves the residual out" in remark
+    finally:
+        checked.close()
