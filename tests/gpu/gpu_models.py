@@ -76,8 +76,34 @@ def _deepseek_v3() -> tuple[Any, dict[str, Any]]:
     return DeepseekV3ForCausalLM(config), {**extras, "rope_scaling": yarn}
 
 
+def _gpt_oss() -> tuple[Any, dict[str, Any]]:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=512, num_hidden_layers=6, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        num_local_experts=16, num_experts_per_tok=4, sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    )  # fmt: skip
+    return GptOssForCausalLM(config), {"swiglu_limit": 7.0}
+
+
+def _glm4_moe() -> tuple[Any, dict[str, Any]]:
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2048, moe_intermediate_size=512, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=128, partial_rotary_factor=0.5, use_qk_norm=True,
+        n_shared_experts=1, n_routed_experts=16, num_experts_per_tok=4, n_group=1, topk_group=1,
+        first_k_dense_replace=1, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Glm4MoeForCausalLM(config), {}
+
+
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "llama": _llama,
     "qwen3-moe": _qwen3_moe,
     "deepseek-v3": _deepseek_v3,
+    "gpt-oss": _gpt_oss,
+    "glm4-moe": _glm4_moe,
 }

@@ -7,6 +7,7 @@ Needs an NVIDIA GPU.
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import pytest
 from gpu_models import MODELS, VOCAB, make
 from reference import relative_error, states
 
+from worker import models
 from worker.engine.engine import Engine
 from worker.engine.probe import Probed, probe
+from worker.engine.self_check import check
 from worker.engine.spec import EngineSpec
+from worker.engine.warm_up import warm_up
 from worker.models import engine_version
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +53,12 @@ async def probed(spec: EngineSpec, directory: Path, boundaries: list[int]) -> tu
     engine = Engine(spec, directory, prefill_timeout=300)
     await engine.launch(timeout=400)
     try:
+        facts = models.facts(Path(spec.model_path))
+        speed = await warm_up(engine, facts.vocab_size, facts.max_row_tokens)
+        engine.judgement = await check(engine, facts)
+        print(f"{Path(spec.model_path).name}: plain {speed:,.0f} tokens/s; self-check {engine.judgement}", flush=True)
+        assert engine.judgement.strategy == "hooks"
+        assert not engine.judgement.remarks
         together = await probe(engine, rows(), boundaries)
         alone = [await probe(engine, [row], boundaries) for row in rows()[:4]]
     finally:
@@ -59,8 +69,7 @@ async def probed(spec: EngineSpec, directory: Path, boundaries: list[int]) -> tu
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_states_match_hugging_face_in_float32(name: str, tmp_path: Path) -> None:
     model = make(name, tmp_path / name)
-    depth = {"llama": 10, "qwen3-moe": 8, "deepseek-v3": 6}[name]
-    boundaries = list(range(depth + 1))
+    boundaries = list(range(models.facts(model).num_layers + 1))
     together, alone = asyncio.run(probed(spec_of(model, 2048), tmp_path / "engine", boundaries))
     worst: dict[object, float] = {}
     for row, found in zip(rows(), together, strict=True):
@@ -78,6 +87,20 @@ def test_states_match_hugging_face_in_float32(name: str, tmp_path: Path) -> None
     print(f"{name}: worst {listed}; batch variance {100 * variance:.3f} %")
     assert max(worst.values()) < WITHIN
     assert variance < WITHIN / 2
+
+
+def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
+    """Needs two GPUs."""
+    model = make("llama", tmp_path / "llama")
+    boundaries = list(range(models.facts(model).num_layers + 1))
+    together, _ = asyncio.run(probed(spec_of(model, 2048, 2), tmp_path / "engine", boundaries))
+    worst = 0.0
+    for row, found in zip(rows(), together, strict=True):
+        right = states(model, row.tolist(), boundaries)
+        errors = [relative_error(found.hidden_states[:, k], right.boundaries[k]) for k in boundaries]
+        worst = max(worst, *errors, relative_error(found.final_hidden_state, right.final))
+    print(f"llama on two GPUs: worst {100 * worst:.2f} %")
+    assert worst < WITHIN
 
 
 def used_bytes() -> int:
@@ -106,5 +129,31 @@ def test_a_stopped_engine_gives_its_gpu_memory_back(tmp_path: Path) -> None:
     serving, seconds = asyncio.run(serve_and_stop())
     after = used_bytes()
     print(f"MiB before {before >> 20}, serving {serving >> 20}, after {after >> 20}; stopped in {seconds:.1f} s")
+    assert serving > before + (1 << 30)
+    assert after <= before + (64 << 20)
+
+
+def test_a_killed_engine_gives_its_gpu_memory_back(tmp_path: Path) -> None:
+    model = make("llama", tmp_path / "llama")
+    before = used_bytes()
+
+    async def serve_and_kill() -> tuple[int, float]:
+        engine = Engine(spec_of(model, 2048), tmp_path / "engine", prefill_timeout=300)
+        await engine.launch(timeout=400)
+        try:
+            serving = used_bytes()
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            began = time.monotonic()
+        finally:
+            await engine.stop()
+        return serving, time.monotonic() - began
+
+    serving, seconds = asyncio.run(serve_and_kill())
+    while used_bytes() > before + (64 << 20) and seconds < 30:
+        time.sleep(0.25)
+        seconds += 0.25
+    after = used_bytes()
+    print(f"MiB before {before >> 20}, serving {serving >> 20}, after {after >> 20}; back after {seconds:.1f} s")
     assert serving > before + (1 << 30)
     assert after <= before + (64 << 20)
