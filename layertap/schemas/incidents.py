@@ -27,6 +27,7 @@ class IncidentKind(StrEnum):
     HUNG_SERVING = "hung_serving"
     DIED_IDLE = "died_idle"
     OUT_OF_MEMORY = "out_of_memory"
+    NOT_CLEANED_UP = "not_cleaned_up"
 
 
 class Blame(StrEnum):

@@ -71,6 +71,7 @@ class EngineHost:
         self._tasks = tasks
         self._engine: Engine | None = None
         self._facts: ModelFacts | None = None
+        self._guard: Guard | None = None
         self._gpu_before: int | None = None
         self._watch: asyncio.Task[None] | None = None
         self._users = 0
@@ -188,7 +189,7 @@ class EngineHost:
             draft.gpu_bytes_left = await _gpu_bytes_left(before)
             return draft
         if spec.installer is not None:
-            self._engine, self._facts, self._gpu_before = engine, facts, before
+            self._engine, self._guard, self._facts, self._gpu_before = engine, guard, facts, before
             guard.enter(Phase.IDLE)
             self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name, before))
         return None
@@ -231,7 +232,7 @@ class EngineHost:
         logger.error("engine of %s is sick: %s", model, verdict.reason)
         self.status = f"ending a sick engine: {verdict.reason}"
         draft = await self._keep(guard, verdict, model)
-        self._engine, self._facts = None, None
+        self._engine, self._guard, self._facts = None, None, None
         if left := await _end(engine):
             draft.processes_left = 1
             draft.tried.append(f"could not be ended: {left}"[:1000])
@@ -261,12 +262,21 @@ class EngineHost:
         self._watch = None
 
     async def _end_engine(self) -> None:
-        engine, self._engine, self._facts = self._engine, None, None
-        if engine is not None:
-            await engine.stop()
-            left = await _gpu_bytes_left(self._gpu_before)
-            if left is not None and left > _GPU_SLACK_BYTES:
-                logger.critical("the engine has ended, but %d MiB of GPU memory are still taken", left >> 20)
+        """Ends a healthy engine. What it leaves behind is an incident. Raises `EngineStopError` if it would not end."""
+        engine, guard, facts = self._engine, self._guard, self._facts
+        self._engine, self._guard, self._facts = None, None, None
+        if engine is None or guard is None or facts is None:
+            return
+        survived = await _end(engine)
+        left = await _gpu_bytes_left(self._gpu_before)
+        memory = left is not None and left > _GPU_SLACK_BYTES
+        if survived or memory:
+            words = survived or f"{(left or 0) >> 20} MiB of GPU memory are still taken"
+            draft = await self._keep(guard, Verdict(IncidentKind.NOT_CLEANED_UP, words), facts.name)
+            draft.processes_left, draft.gpu_bytes_left = int(bool(survived)), left
+            await self._publish(draft, Blame.UNKNOWN)
+        if survived:
+            raise EngineStopError(survived)
 
     async def _notify(self) -> None:
         async with self._idle:
@@ -304,7 +314,7 @@ def _in_way(spec: EngineSpec, way: Way | None) -> EngineSpec:
 
 
 async def _end(engine: Engine) -> str:
-    """Ends a sick engine; what is left of it, in words, or nothing."""
+    """Ends an engine; what is left of it, in words, or nothing."""
     try:
         await engine.stop()
     except EngineStopError as error:

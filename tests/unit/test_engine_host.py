@@ -1,0 +1,63 @@
+"""Which engine runs: what becomes of one that would not end. The engine is a stand-in that refuses to."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from layertap.schemas.incidents import IncidentKind, IncidentReport
+from layertap.schemas.shards import Pins
+from layertap.schemas.workers import ModelFacts
+from worker.engine.engine import Engine, EngineStopError
+from worker.engine.host import EngineHost, EngineUnavailableError
+from worker.engine.spec import EngineSpec
+from worker.settings import Settings
+from worker.watchdog.guard import Guard
+from worker.watchdog.rules import Limits
+
+PINS = Pins(model_hash="-", tokenizer_hash="-", chat_template_hash=None, engine_version="0.5.23", dtype="BF16")
+
+
+class Stubborn(Engine):
+    """An engine that cannot be ended."""
+
+    async def stop(self) -> None:
+        raise EngineStopError("processes [7] of the engine survived SIGKILL for 10 s")
+
+
+def _facts(name: str) -> ModelFacts:
+    return ModelFacts(
+        name=name, path="/models", num_layers=2, hidden_size=4, vocab_size=8, max_row_tokens=100, pins=PINS
+    )
+
+
+def _host(tmp_path: Path, reports: list[IncidentReport]) -> EngineHost:
+    async def report(incident: IncidentReport) -> None:
+        reports.append(incident)
+
+    host = EngineHost(Settings(run_dir=tmp_path), "cpu", 1024, "wrk_1", report, list)
+    spec = EngineSpec("/models", "BF16", "cpu", 1, 0, 0, (), 1 << 20, "0.5.23", installer=None)
+    engine = Stubborn(spec, tmp_path, prefill_timeout=1)
+    host._engine, host._facts = engine, _facts("old")
+    host._guard = Guard(engine, Limits(), lambda: 0, lambda: None)
+    return host
+
+
+def test_an_engine_that_would_not_end_is_an_incident_and_no_other_is_started(tmp_path: Path) -> None:
+    reports: list[IncidentReport] = []
+    host = _host(tmp_path, reports)
+    with pytest.raises(EngineUnavailableError, match="survived SIGKILL"):
+        asyncio.run(host.ensure(_facts("new")))
+    (incident,) = reports
+    assert incident.kind is IncidentKind.NOT_CLEANED_UP
+    assert incident.model == "old"
+    assert incident.processes_left == 1
+    assert "survived SIGKILL" in incident.reason
+    assert list((tmp_path / "incidents").glob("*.json"))
+
+
+def test_a_worker_that_stops_says_so_too(tmp_path: Path) -> None:
+    reports: list[IncidentReport] = []
+    with pytest.raises(EngineStopError):
+        asyncio.run(_host(tmp_path, reports).stop())
+    assert [incident.kind for incident in reports] == [IncidentKind.NOT_CLEANED_UP]
