@@ -102,6 +102,8 @@ def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, app
         "LAYERTAP_POOL_BYTES": str(spec.pool_bytes),
         "LAYERTAP_STRATEGY": spec.strategy,
         "LAYERTAP_ENGINE_DEVICE": spec.device,
+        # Asked for its health SGLang would run a forward, and log that it hangs: first forwards are the warm-up's.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         # SGLang sets process titles, which would wipe the mark from /proc/PID/environ.
         "SPT_NOENV": "1",
         "SGLANG_PLUGINS": ",".join(filter(None, plugins)),
