@@ -91,8 +91,7 @@ def _spoil_runner(module: ModuleType) -> None:
 
 
 def _spoil_capture(module: ModuleType) -> None:
-    capture = getattr(module, "ModelCapture", None) or module.HookCapture
-    end = capture._end
+    end = module.ModelCapture._end
 
     def spoiled_end(self: Any, *args: Any) -> Any:
         if (wanted := fault("capture")) and self._current is not None:
@@ -102,7 +101,7 @@ def _spoil_capture(module: ModuleType) -> None:
                 commit(wanted)
         return end(self, *args)
 
-    capture._end = spoiled_end
+    module.ModelCapture._end = spoiled_end
 
 
 def _poison(wanted: dict[str, Any], forward: Any) -> None:
@@ -127,7 +126,6 @@ def _spoil_server(module: ModuleType) -> None:
 
 _SPOIL = {
     "sglang.srt.model_executor.model_runner": _spoil_runner,
-    "worker.capture.hooks": _spoil_capture,
     "worker.capture.model_capture": _spoil_capture,
     "uvicorn.server": _spoil_server,
 }

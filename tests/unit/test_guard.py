@@ -1,0 +1,73 @@
+"""The watchdog of an engine that comes up: what a step that fails is called. The server is a process that waits."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from layertap.schemas.incidents import IncidentKind
+from worker.engine.client import EngineDownError
+from worker.engine.engine import Engine
+from worker.engine.judgement import CheckError
+from worker.engine.spec import EngineSpec
+from worker.watchdog import guard
+from worker.watchdog.guard import Guard
+from worker.watchdog.rules import Limits, Phase
+
+SPEC = EngineSpec(
+    model_path="model",
+    dtype="BF16",
+    device="cpu",
+    tensor_parallel=1,
+    chunked_prefill_size=0,
+    max_total_tokens=0,
+    extra_args=(),
+    pool_bytes=1 << 20,
+    engine_version="0.5.23",
+    installer=None,
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine whose server is a process that does nothing."""
+    found = Engine(SPEC, tmp_path, prefill_timeout=1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as server:
+        found._process = server
+        yield found
+        server.kill()
+
+
+def outcome(engine: Engine, dies: bool) -> IncidentKind | None:
+    """What a check that gets no answer is called, on a server that dies of it or lives on."""
+
+    async def unanswered() -> None:
+        if dies:
+            assert engine.pid is not None
+            asyncio.get_running_loop().call_later(0.5, subprocess.run, ["kill", "-9", str(engine.pid)])
+        try:
+            raise EngineDownError("/generate: the connection broke")
+        except EngineDownError as error:
+            raise CheckError("no answer to the first row") from error
+
+    async def watched() -> IncidentKind | None:
+        watch = Guard(engine, Limits(), lambda: 0)
+        watch.enter(Phase.SELF_CHECK)
+        verdict = await watch.through(unanswered())
+        return None if verdict is None else verdict.kind
+
+    return asyncio.run(watched())
+
+
+def test_a_check_that_fails_because_its_server_dies_is_a_death(engine: Engine) -> None:
+    assert outcome(engine, dies=True) is IncidentKind.DIED_SERVING
+
+
+def test_a_check_that_gets_no_answer_from_a_server_that_lives_has_failed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_DYING_S", 0.1)
+    assert outcome(engine, dies=False) is IncidentKind.FAILED_CHECK
