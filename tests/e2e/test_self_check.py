@@ -134,3 +134,12 @@ def test_a_release_that_collects_gemma_3_without_the_residual_is_seen_and_hooks_
         assert "leaves the residual out" in remark
     finally:
         checked.close()
+
+
+def test_a_family_whose_residual_means_something_else_is_refused(tmp_path: Path) -> None:
+    checked = Checked(tiny_families.make("cohere"), tmp_path / "engine")
+    try:
+        with pytest.raises(CheckError, match="the final norm of boundary 6 is"):
+            checked.judge()
+    finally:
+        checked.close()
