@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 DEMO_MODEL := .models/SmolLM2-135M-Instruct
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: install demo test test-slow test-all check format bench openapi clean
+.PHONY: install demo test test-slow test-all soak check format bench openapi clean
 
 install: $(INSTALLED)
 
@@ -40,7 +40,11 @@ test: check
 test-all: test test-slow
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not soak and not gpu"
+
+## Faults drawn at random, one after the other, under jobs (half an hour; TEST_SOAK_SEED repeats a run).
+soak: $(INSTALLED)
+	$(PYTEST) -m soak -s
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
