@@ -39,8 +39,9 @@ test: check
 ## Everything that needs no GPU (under an hour).
 test-all: test test-slow
 
+# Much of this waits for deadlines of engines that hang, so two files run at a time.
 test-slow: $(INSTALLED)
-	$(PYTEST) -m "slow and not soak and not gpu"
+	$(PYTEST) -m "slow and not soak and not gpu" -n 2 --dist loadfile
 
 ## Faults drawn at random, one after the other, under jobs (half an hour; TEST_SOAK_SEED repeats a run).
 soak: $(INSTALLED)
