@@ -10,7 +10,7 @@ from pathlib import Path
 
 from layertap.children import adopt_orphans
 from worker.engine.engine import EngineStopError, end_marked
-from worker.engine.spec import chunk_tokens
+from worker.engine.spec import chunk_tokens, refusal
 from worker.models import ModelError, discover
 from worker.patch.choice import choose, restore_abandoned
 from worker.patch.package import PatchError, find_package
@@ -41,7 +41,7 @@ def main() -> int:
         logger.warning("ended %d processes of an engine that an earlier worker left behind", ended)
     try:
         restore_abandoned(find_package(), settings.patch_dir)
-        _check_installer(settings)
+        _check_engine_arguments(settings)
         models = discover(settings.model)
     except (PatchError, ModelError) as error:
         logger.error("%s", error)
@@ -80,7 +80,9 @@ def _lock(run_dir: Path) -> int | None:
     return fd
 
 
-def _check_installer(settings: Settings) -> None:
+def _check_engine_arguments(settings: Settings) -> None:
+    if (why := refusal(settings.engine_arg)) is not None:
+        raise PatchError(why)
     installer = choose(settings.installer, find_package())
     if installer == "forward_hooks" and any(word.startswith("--forward-hooks") for word in settings.engine_arg):
         raise PatchError(

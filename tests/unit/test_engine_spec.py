@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine.spec import EngineSpec, command, environment, version_tuple
+from worker.engine.spec import EngineSpec, command, environment, refusal, version_tuple
 from worker.patch.installer import UNPATCHED, Applied
 
 SPEC = EngineSpec(
@@ -54,3 +54,18 @@ def test_an_operators_argument_comes_last_and_wins() -> None:
 )
 def test_versions_compare_by_their_numbers(version: str, numbers: tuple[int, ...]) -> None:
     assert version_tuple(version) == numbers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--enable-dp-attention"], ["--pp-size=2"], ["--pp-size", "2"], ["--enable-two-batch-overlap"], ["--dp-size=4"]],
+)
+def test_an_engine_that_scatters_its_rows_is_refused_with_the_remedy(arguments: list[str]) -> None:
+    why = refusal(["--mem-fraction-static=0.3", *arguments])
+    assert why is not None
+    assert why.startswith("--engine-arg=--")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--pp-size=1"], ["--quantization=fp8"], ["--dp-size", "1"]])
+def test_other_arguments_are_let_through(arguments: list[str]) -> None:
+    assert refusal(arguments) is None

@@ -54,7 +54,6 @@ def attach(runner: Any, run_dir: Path, installer: str) -> None:
         pid=os.getpid(),
         tp_rank=rank,
         tp_size=size,
-        pp_size=pp_size,
         architecture=type(runner.model).__name__,
         num_layers=len(stack.blocks),
         hidden_size=int(runner.model_config.hidden_size),

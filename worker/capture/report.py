@@ -19,7 +19,6 @@ class Attached:
     pid: int
     tp_rank: int
     tp_size: int
-    pp_size: int
     architecture: str
     num_layers: int
     hidden_size: int

@@ -159,8 +159,6 @@ class Engine:
                 f"the capture reported in on {len(self.reports)} of {self.spec.tensor_parallel} ranks: "
                 "the engine runs unpatched"
             )
-        if any(report.pp_size > 1 for report in self.reports):
-            raise EngineLaunchError("pipeline parallelism is not supported; use tensor parallelism")
 
     async def stop(self) -> None:
         """Ends every process: terminate, kill the group, sweep by mark, verify. Raises `EngineStopError`."""

@@ -7,7 +7,7 @@ partial.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,6 +45,27 @@ class EngineSpec:
 def chunk_tokens(asked: int, device: str) -> int:
     """Tokens of one prefill chunk: what was asked for, else what suits the device."""
     return asked or (_GPU_CHUNK if device == "cuda" else _CPU_CHUNK)
+
+
+_SCATTERS = {
+    "--enable-dp-attention": "with DP attention each rank holds other rows; run several workers instead",
+    "--enable-two-batch-overlap": "two-batch overlap runs a batch in halves, whose rows have no known place",
+    "--pp-size": "with pipeline parallelism no rank has every boundary; use --tensor-parallel",
+    "--pipeline-parallel-size": "with pipeline parallelism no rank has every boundary; use --tensor-parallel",
+    "--dp-size": "the worker speaks to one engine; run several workers instead",
+    "--data-parallel-size": "the worker speaks to one engine; run several workers instead",
+}
+
+
+def refusal(extra_args: Iterable[str]) -> str | None:
+    """Why an engine with these arguments cannot be captured, or None where nothing speaks against it."""
+    words = [word for argument in extra_args for word in argument.split("=", 1)]
+    for place, word in enumerate(words):
+        why = _SCATTERS.get(word)
+        alone = words[place + 1 : place + 2] == ["1"]
+        if why is not None and not alone:
+            return f"--engine-arg={word}: {why}"
+    return None
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
