@@ -42,7 +42,7 @@ def write_report(run_dir: Path, report: Attached) -> None:
 
 
 def read_reports(run_dir: Path) -> list[Attached]:
-    """The reports so far, by rank."""
+    """The reports so far, by rank. Raises `ValueError` or `TypeError` where one is not of this release."""
     reports = [Attached(**json.loads(path.read_text())) for path in attached_dir(run_dir).glob("rank*.json")]
     return sorted(reports, key=lambda report: report.tp_rank)
 

@@ -151,7 +151,10 @@ class Engine:
             )
 
     def _check_attached(self) -> None:
-        self.reports = read_reports(self.directory)
+        try:
+            self.reports = read_reports(self.directory)
+        except (ValueError, TypeError) as error:
+            raise EngineLaunchError(f"a rank's report cannot be read, is it of another release? {error}") from error
         if self._installer is None:
             return
         if len(self.reports) != self.spec.tensor_parallel:
