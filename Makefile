@@ -36,7 +36,7 @@ demo: $(INSTALLED) $(DEMO_MODEL)/config.json
 test: check
 	$(PYTEST) -m "not slow and not gpu"
 
-## Everything that needs no GPU (under an hour).
+## Everything that needs no GPU but the soak (an hour and more on two cores).
 test-all: test test-slow
 
 # Much of this waits for deadlines of engines that hang, so two files run at a time.
