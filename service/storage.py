@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from layertap.durable import sync_folder
 from layertap.storage_paths import NONCE_FILE
 
 UPLOADS = "uploads"
@@ -199,12 +200,3 @@ def try_lock(file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from layertap.durable import sync_folder
 from worker.capture.installed import INSTALLER_VARIABLE
 from worker.patch import claims, edit
 from worker.patch.installer import Applied
@@ -126,7 +127,7 @@ class SourceInstaller:
             self._checkpoint(f"forget {path.name}")
             path.unlink(missing_ok=True)
             path.with_name(_partial_name(path)).unlink(missing_ok=True)
-        _sync_folder(self._directory)
+        sync_folder(self._directory)
 
     def _restore_target(self, journal: _Journal | None) -> None:
         recorded = self._recorded(journal)
@@ -225,7 +226,7 @@ class SourceInstaller:
             partial.unlink(missing_ok=True)
             raise
         self._checkpoint(f"{step}: sync folder")
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def _drop_compiled(self) -> None:
         """Whatever Python compiled from the file before: some installations have it trusted unchecked."""
@@ -257,11 +258,3 @@ def _make_like(fd: int, like: os.stat_result, keep_times: bool) -> None:
     os.fchmod(fd, stat.S_IMODE(like.st_mode))
     if keep_times:
         os.utime(fd, ns=(like.st_atime_ns, like.st_mtime_ns))
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
