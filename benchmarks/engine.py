@@ -22,7 +22,6 @@ from layertap import boundaries
 from layertap.layout import ShardLayout
 from layertap.schemas.jobs import Final, Preset
 from layertap.schemas.tasks import Lease, TaskKind
-from layertap.schemas.workers import ModelFacts
 from worker import models, shard_writer
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
@@ -33,7 +32,6 @@ from worker.engine.spec import EngineSpec, chunk_tokens
 from worker.inflight import InFlight
 from worker.leases import HeldLease
 from worker.prefill import Prefill, batches
-from worker.settings import Settings
 from worker.shard_writer import ShardRows
 from worker.watchdog.evidence import redact, tail
 
@@ -148,7 +146,7 @@ async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterat
     """The engine with the settings of a worker on this CPU, self-checked and warm; ended at the end."""
     os.environ["OMP_NUM_THREADS"] = str(threads())
     facts = models.facts(model)
-    engine = Engine(_spec(facts), folder / "engine", PREFILL_SECONDS)
+    engine = Engine(EngineSpec.of(facts, "cpu"), folder / "engine", PREFILL_SECONDS)
     try:
         await engine.launch(LAUNCH_SECONDS)
     except EngineLaunchError as error:
@@ -164,20 +162,6 @@ async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterat
         yield passes
     finally:
         await engine.stop()
-
-
-def _spec(facts: ModelFacts) -> EngineSpec:
-    return EngineSpec(
-        model_path=facts.path,
-        dtype=facts.pins.dtype,
-        device="cpu",
-        tensor_parallel=1,
-        chunked_prefill_size=0,
-        max_total_tokens=0,
-        extra_args=(),
-        pool_bytes=Settings().pool_bytes,
-        engine_version=facts.pins.engine_version,
-    )
 
 
 def _held(rid: Rid, layers: list[int]) -> HeldLease:

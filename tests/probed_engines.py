@@ -40,11 +40,10 @@ def spec(model: Path, tensor_parallel: int = 1, dtype: str = "BF16") -> EngineSp
         dtype=dtype,
         device="cpu",
         tensor_parallel=tensor_parallel,
+        engine_version=engine_version(),
         chunked_prefill_size=CHUNK,
         max_total_tokens=8192,
-        extra_args=(),
         pool_bytes=64 << 20,
-        engine_version=engine_version(),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
-GIB = 1 << 30
+from worker.engine.spec import DEFAULT_POOL_BYTES
 
 
 class Settings(BaseSettings):
@@ -56,7 +56,9 @@ class Settings(BaseSettings):
     )
 
     max_inflight_tokens: int = Field(0, ge=0, description="tokens in the engine at a time; 0: four prefill chunks")
-    pool_bytes: int = Field(2 * GIB, ge=1 << 20, description="pinned host memory for states on their way to storage")
+    pool_bytes: int = Field(
+        DEFAULT_POOL_BYTES, ge=1 << 20, description="pinned host memory for states on their way to storage"
+    )
     shard_lanes: int = Field(
         2, ge=1, le=8, description="shards in hand at a time: one prefills while another is sealed"
     )

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import pytest
 import tiny_families
 
-from layertap.schemas.workers import ModelFacts
 from worker import models
 from worker.engine.engine import Engine
 from worker.engine.judgement import BATCH, LOG_PROBABILITY, SAME_FORWARD, CheckError, Judgement
@@ -20,21 +19,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 T = TypeVar("T")
 PLANTS = Path(__file__).resolve().parent.parent / "plants"
-
-
-def spec_of(facts: ModelFacts, strategy: Strategy = "hooks") -> EngineSpec:
-    return EngineSpec(
-        model_path=facts.path,
-        dtype=facts.pins.dtype,
-        device="cpu",
-        tensor_parallel=1,
-        chunked_prefill_size=0,
-        max_total_tokens=0,
-        extra_args=(),
-        pool_bytes=1 << 28,
-        engine_version=facts.pins.engine_version,
-        strategy=strategy,
-    )
 
 
 class Checked:
@@ -48,7 +32,7 @@ class Checked:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTS), inherited])))
             patch.setenv("TEST_PLANTED", str(self.file))
-            self.engine = Engine(spec_of(self.facts, strategy), directory, prefill_timeout=60)
+            self.engine = Engine(EngineSpec.of(self.facts, "cpu", strategy=strategy), directory, prefill_timeout=60)
             self._run(self.engine.launch(timeout=240))
 
     def judge(self, fault: str = "") -> Judgement:

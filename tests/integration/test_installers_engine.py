@@ -23,17 +23,12 @@ LENGTHS = (1, 40, 300)
 
 
 def spec(model: Path, installer: InstallerName, patch_dir: Path) -> EngineSpec:
-    known = facts(model)
-    return EngineSpec(
-        model_path=known.path,
-        dtype=known.pins.dtype,
-        device="cpu",
-        tensor_parallel=1,
+    return EngineSpec.of(
+        facts(model),
+        "cpu",
         chunked_prefill_size=128,
         max_total_tokens=4096,
-        extra_args=(),
         pool_bytes=64 << 20,
-        engine_version=known.pins.engine_version,
         installer=installer,
         patch_dir=str(patch_dir),
     )

@@ -16,7 +16,7 @@ from worker.capture.report import (
 from worker.engine.engine import Engine, EngineLaunchError
 from worker.engine.spec import EngineSpec
 
-SPEC = EngineSpec("/models/m", "BF16", "cpu", 1, 0, 0, (), 1 << 20, "0.5.23", installer=None)
+SPEC = EngineSpec("/models/m", "BF16", "cpu", "0.5.23", installer=None)
 
 
 def _report(rank: int) -> Attached:

@@ -36,7 +36,7 @@ def _host(tmp_path: Path, reports: list[IncidentReport]) -> EngineHost:
         reports.append(incident)
 
     host = EngineHost(Settings(run_dir=tmp_path), "cpu", 1024, "wrk_1", report, list)
-    spec = EngineSpec("/models", "BF16", "cpu", 1, 0, 0, (), 1 << 20, "0.5.23", installer=None)
+    spec = EngineSpec("/models", "BF16", "cpu", "0.5.23", installer=None)
     engine = Stubborn(spec, tmp_path, prefill_timeout=1)
     host._engine, host._facts = engine, _facts("old")
     host._guard = Guard(engine, Limits(), lambda: 0, lambda: None)

@@ -21,11 +21,6 @@ SPEC = EngineSpec(
     model_path="model",
     dtype="BF16",
     device="cpu",
-    tensor_parallel=1,
-    chunked_prefill_size=0,
-    max_total_tokens=0,
-    extra_args=(),
-    pool_bytes=1 << 20,
     engine_version="0.5.23",
     installer=None,
 )

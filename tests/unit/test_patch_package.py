@@ -152,7 +152,7 @@ def test_a_command_on_no_package_fails_with_a_readable_error(tmp_path: Path) -> 
 
 
 def test_the_engine_is_started_with_what_the_installer_asks_for(package: Path, tmp_path: Path) -> None:
-    spec = EngineSpec("/m", "BF16", "cpu", 1, 0, 0, ("--forward-hooks=[]",), 1 << 20, "9.8.7")
+    spec = EngineSpec("/m", "BF16", "cpu", "9.8.7", extra_args=("--forward-hooks=[]",))
     base = {"SGLANG_PLUGINS": "theirs", "LAYERTAP_INSTALLER": "auto"}
     for name in INSTALLERS:
         installer = make(name, package, tmp_path / "patch")

@@ -26,7 +26,6 @@ from worker.capture.writer import Writer
 logger = logging.getLogger(__name__)
 
 POOL_VARIABLE = "LAYERTAP_POOL_BYTES"
-DEFAULT_POOL_BYTES = 2 << 30
 STRATEGY_VARIABLE = "LAYERTAP_STRATEGY"
 _SAFETENSORS_DTYPE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -95,7 +94,7 @@ class _Sink:
 
     def __init__(self, run_dir: Path, runner: Any) -> None:
         self._run_dir = run_dir
-        pool_bytes = int(os.environ.get(POOL_VARIABLE, DEFAULT_POOL_BYTES))
+        pool_bytes = int(os.environ[POOL_VARIABLE])
         self._device = torch.device(runner.device)
         self._copier = Copier(self._device, pool_bytes)
         self._writer = Writer(run_dir, self._copier)

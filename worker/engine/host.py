@@ -292,16 +292,14 @@ class EngineHost:
 
     def _spec(self, facts: ModelFacts) -> EngineSpec:
         settings = self._settings
-        return EngineSpec(
-            model_path=facts.path,
-            dtype=facts.pins.dtype,
-            device=self._device,
+        return EngineSpec.of(
+            facts,
+            self._device,
             tensor_parallel=settings.tensor_parallel,
             chunked_prefill_size=settings.chunked_prefill_size,
             max_total_tokens=settings.max_total_tokens,
             extra_args=tuple(settings.engine_arg),
             pool_bytes=settings.pool_bytes,
-            engine_version=facts.pins.engine_version,
             installer=choose(settings.installer, find_package()),
             patch_dir=None if settings.patch_dir is None else str(settings.patch_dir.resolve()),
         )

@@ -10,13 +10,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
+from layertap.schemas.workers import ModelFacts
 from worker.patch.installer import Applied, InstallerName
 
 Strategy = Literal["hooks", "collect"]
 """How the capture reads the residual stream: by hooks on the blocks, or by the model's own collection."""
 
+DEFAULT_POOL_BYTES = 2 << 30
+"""Pinned host memory for states on their way to storage."""
 _CPU_CHUNK, _GPU_CHUNK = 1024, 8192
 _CPU_CACHE_TOKENS = 32768
 _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -26,20 +29,29 @@ _WATCHDOG_SECONDS = 3600
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is to be; `dtype` is the safetensors name of the dtype that the job was planned with."""
+    """What one engine is to be; `dtype` is the safetensors name of the dtype that the job was planned with.
+
+    0 for tokens leaves the number to the device.
+    """
 
     model_path: str
     dtype: str
     device: str
-    tensor_parallel: int
-    chunked_prefill_size: int
-    max_total_tokens: int
-    extra_args: tuple[str, ...]
-    pool_bytes: int
     engine_version: str
+    tensor_parallel: int = 1
+    chunked_prefill_size: int = 0
+    max_total_tokens: int = 0
+    extra_args: tuple[str, ...] = ()
+    pool_bytes: int = DEFAULT_POOL_BYTES
     installer: InstallerName | None = "plugin"
     strategy: Strategy = "hooks"
     patch_dir: str | None = None
+
+    @classmethod
+    def of(cls, facts: ModelFacts, device: str, **more: Any) -> Self:
+        """The engine that serves this model on that device, as its jobs were planned; `more` are further fields."""
+        pins = facts.pins
+        return cls(facts.path, pins.dtype, device, pins.engine_version, **more)
 
 
 def chunk_tokens(asked: int, device: str) -> int:
