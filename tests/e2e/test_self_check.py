@@ -18,7 +18,7 @@ from worker.engine.spec import EngineSpec, Strategy
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 T = TypeVar("T")
-PLANTS = Path(__file__).resolve().parent.parent / "plants"
+FAULTS = Path(__file__).resolve().parent.parent / "faults"
 
 
 class Checked:
@@ -30,7 +30,7 @@ class Checked:
         self.facts = models.facts(model)
         inherited = os.environ.get("PYTHONPATH", "")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTS), inherited])))
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FAULTS), inherited])))
             patch.setenv("TEST_PLANTED", str(self.file))
             self.engine = Engine(EngineSpec.of(self.facts, "cpu", strategy=strategy), directory, prefill_timeout=60)
             self._run(self.engine.launch(timeout=240))

@@ -6,17 +6,17 @@ It acts in the processes of an engine only, and only while `TEST_ENGINE_FAULT` n
 """
 
 import contextlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+import wrong_readings
+from spoil import spoil
 
 FAULT = os.environ.get("TEST_ENGINE_FAULT", "")
 _ORPHAN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -131,25 +131,7 @@ _SPOIL = {
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the modules above load as ever, and spoils them right after."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _SPOIL:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_and_spoil(module: ModuleType) -> None:
-                execute(module)
-                _SPOIL[name](module)
-
-            spec.loader.exec_module = exec_and_spoil  # type: ignore[method-assign]
-        return spec
-
-
 if FAULT and os.environ.get("LAYERTAP_ENGINE_DEVICE"):
-    sys.meta_path.insert(0, _Finder())
+    spoil(_SPOIL)
+if wrong_readings.PLANTED and os.environ.get("LAYERTAP_ENGINE_DEVICE"):
+    spoil(wrong_readings.SPOIL)

@@ -1,13 +1,9 @@
-"""Plants wrong readings for tests: put on PYTHONPATH, this makes the capture of a real engine read states wrongly.
+"""Wrong readings for tests: what makes the capture of a real engine read states wrongly.
 
-It acts in the processes of an engine only, as the file named by `TEST_PLANTED` says at each forward; no file, no fault.
+As the file named by `TEST_PLANTED` says at each forward; no file, no fault.
 """
 
-import importlib.abc
-import importlib.machinery
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -79,28 +75,4 @@ def _spoil_capture(module: ModuleType) -> None:
     module.ModelCapture._begin, module.ModelCapture._end = spoiled_begin, spoiled_end
 
 
-_SPOIL = {"worker.capture.residual": _spoil_residual, "worker.capture.model_capture": _spoil_capture}
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the modules above load as ever, and spoils them right after."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _SPOIL:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_and_spoil(module: ModuleType) -> None:
-                execute(module)
-                _SPOIL[name](module)
-
-            spec.loader.exec_module = exec_and_spoil  # type: ignore[method-assign]
-        return spec
-
-
-if PLANTED and os.environ.get("LAYERTAP_ENGINE_DEVICE"):
-    sys.meta_path.insert(0, _Finder())
+SPOIL = {"worker.capture.residual": _spoil_residual, "worker.capture.model_capture": _spoil_capture}
