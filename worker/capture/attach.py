@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from worker.capture import addressing
+from worker.capture import addressing, scattered
 from worker.capture.addressing import Piece
 from worker.capture.head import Head
 from worker.capture.host_copy import Copier
@@ -42,8 +42,8 @@ def attach_from(installer: str, runner: Any) -> None:
 def attach(runner: Any, run_dir: Path, installer: str) -> None:
     """Puts the capture on a loaded model runner and reports in. Raises if the model cannot be captured."""
     show_stacks_on_signal()
-    rank, size, pp_size = _parallel(runner)
-    _refuse_scattered(runner.server_args, pp_size)
+    rank, size = _parallel(runner)
+    _refuse_scattered(runner.server_args)
     stack = find_stack(runner.model)
     strategy = os.environ.get(STRATEGY_VARIABLE, "hooks")
     sink = _Sink(run_dir, runner) if rank == 0 else None
@@ -65,28 +65,20 @@ def attach(runner: Any, run_dir: Path, installer: str) -> None:
     logger.info("layertap: capture attached to %s on rank %d", report.architecture, rank)
 
 
-_SCATTERED = {
-    "enable_dp_attention": "with DP attention each rank holds other rows",
-    "enable_two_batch_overlap": "two-batch overlap runs a batch in halves",
-}
-
-
-def _refuse_scattered(server_args: Any, pp_size: int) -> None:
+def _refuse_scattered(server_args: Any) -> None:
     """Raises `UnsupportedModelError` where no one rank sees every row at every boundary."""
-    if pp_size > 1:
-        raise UnsupportedModelError("with pipeline parallelism no rank has every boundary; use --tensor-parallel")
-    for name, why in _SCATTERED.items():
-        if getattr(server_args, name, False):
-            raise UnsupportedModelError(f"{why}, so its states have no known place; leave --{name.replace('_', '-')}")
+    why = scattered.refusal({name: getattr(server_args, name, None) for name in scattered.NAMES})
+    if why is not None:
+        raise UnsupportedModelError(why)
 
 
-def _parallel(runner: Any) -> tuple[int, int, int]:
+def _parallel(runner: Any) -> tuple[int, int]:
     try:
         from sglang.srt.runtime_context import get_parallel
     except ImportError:
-        return int(runner.tp_rank), int(runner.tp_size), int(runner.pp_size)
+        return int(runner.tp_rank), int(runner.tp_size)
     parallel = get_parallel()
-    return int(parallel.tp_rank), int(parallel.tp_size), int(parallel.pp_size)
+    return int(parallel.tp_rank), int(parallel.tp_size)
 
 
 class _Sink:

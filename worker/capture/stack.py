@@ -26,19 +26,16 @@ def find_stack(model: nn.Module) -> Stack:
 
     Raises `UnsupportedModelError` when no module has both `layers` and `norm`.
     """
-    candidates = [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "layers", None), nn.ModuleList)
-        and isinstance(getattr(module, "norm", None), nn.Module)
-    ]
-    if not candidates:
+    found: Stack | None = None
+    for module in model.modules():
+        blocks, norm = getattr(module, "layers", None), getattr(module, "norm", None)
+        if not isinstance(blocks, nn.ModuleList) or not isinstance(norm, nn.Module):
+            continue
+        if found is None or len(blocks) > len(found.blocks):
+            found = Stack(module, blocks, norm)
+    if found is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no module with both `layers` and `norm`")
-    inner = max(candidates, key=lambda module: len(module.layers))  # type: ignore[arg-type]
-    blocks, norm = inner.layers, inner.norm
-    assert isinstance(blocks, nn.ModuleList)
-    assert isinstance(norm, nn.Module)
-    return Stack(inner, blocks, norm)
+    return found
 
 
 def arguments(module: nn.Module, needed: set[str]) -> Callable[..., dict[str, Any]]:

@@ -93,7 +93,14 @@ class EngineClient:
         `EngineDownError` when it can't be reached or fails.
         """
         outcome = await self._generate(rids, rows, **options)
-        return [_abort_reason(outcome.get(rid, {}).get("finish_reason", {"type": "missing"})) for rid in rids]
+        return [_abort_reason(outcome, rid) for rid in rids]
+
+    async def prefill_all(self, rids: list[str], rows: list[npt.NDArray[np.int32]]) -> None:
+        """Prefills rows [S_i] that must all come through.
+
+        Raises like `prefill`, and `EngineRefusedError` where the engine aborts one.
+        """
+        _refuse_aborted(await self._generate(rids, rows), rids)
 
     async def log_probabilities(self, rids: list[str], rows: list[npt.NDArray[np.int32]]) -> list[list[float]]:
         """Prefills rows [S_i] and returns the log-probability of each token but the first, [S_i − 1].
@@ -101,9 +108,7 @@ class EngineClient:
         Raises like `prefill`, and `EngineRefusedError` where the engine aborts one.
         """
         outcome = await self._generate(rids, rows, return_logprob=True, logprob_start_len=0)
-        for rid in rids:
-            if reason := _abort_reason(outcome.get(rid, {}).get("finish_reason", {"type": "missing"})):
-                raise EngineRefusedError(reason)
+        _refuse_aborted(outcome, rids)
         return [[float(entry[0]) for entry in outcome[rid]["input_token_logprobs"][1:]] for rid in rids]
 
     async def _generate(
@@ -150,8 +155,15 @@ def _message(response: httpx.Response) -> str:
         return response.text[:1000]
 
 
-def _abort_reason(finish: dict[str, Any] | None) -> str | None:
-    kind = (finish or {}).get("type")
+def _abort_reason(outcome: dict[str, dict[str, Any]], rid: str) -> str | None:
+    finish = outcome.get(rid, {}).get("finish_reason", {"type": "missing"}) or {}
+    kind = finish.get("type")
     if kind in ("length", "stop"):
         return None
-    return str((finish or {}).get("message") or f"finished as {kind}")
+    return str(finish.get("message") or f"finished as {kind}")
+
+
+def _refuse_aborted(outcome: dict[str, dict[str, Any]], rids: list[str]) -> None:
+    reasons = [reason for rid in rids if (reason := _abort_reason(outcome, rid)) is not None]
+    if reasons:
+        raise EngineRefusedError(f"it aborted {len(reasons)} of {len(rids)} rows: {reasons[0]}")

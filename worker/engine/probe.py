@@ -64,42 +64,29 @@ async def probe(
     try:
         os.posix_fallocate(fd, 0, layout.nbytes)
         publish(engine.directory, rid.session, Session.at(file, ledger, layout))
-        if reading is not Reading.CHECK:
-            await _prefill(engine, rid, rows)
-            await _arrive(ledger)
-            return _read(fd, layout, ledger)
-        log_probabilities = await _with_log_probabilities(engine, rid, rows)
+        rids = [str(replace(rid, row=index)) for index in range(len(rows))]
+        log_probabilities: list[list[float]] = [[] for _ in rows]
+        try:
+            if reading is Reading.CHECK:
+                log_probabilities = await engine.client.log_probabilities(rids, list(rows))
+            else:
+                await engine.client.prefill_all(rids, list(rows))
+        except (EngineDownError, EngineRefusedError) as error:
+            raise ProbeError(f"the engine could not prefill {len(rows)} rows: {error}") from error
         await _arrive(ledger)
+        found = _read(fd, layout, ledger)
+        if reading is not Reading.CHECK:
+            return found
+        heads = [take_log_probabilities(engine.directory, rid.session, index) for index in range(len(rows))]
         return [
-            replace(probed, log_probabilities=found, head=take_log_probabilities(engine.directory, rid.session, i))
-            for i, (probed, found) in enumerate(zip(_read(fd, layout, ledger), log_probabilities, strict=True))
+            replace(probed, log_probabilities=engines, head=head)
+            for probed, engines, head in zip(found, log_probabilities, heads, strict=True)
         ]
     finally:
         ledger.close_session()
         withdraw(engine.directory, rid.session)
         os.close(fd)
         file.unlink()
-
-
-def _rids(rid: Rid, count: int) -> list[str]:
-    return [str(replace(rid, row=index)) for index in range(count)]
-
-
-async def _prefill(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32]]) -> None:
-    try:
-        outcomes = await engine.client.prefill(_rids(rid, len(rows)), list(rows))
-    except (EngineDownError, EngineRefusedError) as error:
-        raise ProbeError(f"the engine could not prefill {len(rows)} rows: {error}") from error
-    aborted = [outcome for outcome in outcomes if outcome is not None]
-    if aborted:
-        raise ProbeError(f"the engine aborted {len(aborted)} of {len(rows)} rows: {aborted[0]}")
-
-
-async def _with_log_probabilities(engine: Engine, rid: Rid, rows: Sequence[npt.NDArray[np.int32]]) -> list[list[float]]:
-    try:
-        return await engine.client.log_probabilities(_rids(rid, len(rows)), list(rows))
-    except (EngineDownError, EngineRefusedError) as error:
-        raise ProbeError(f"the engine could not prefill {len(rows)} rows: {error}") from error
 
 
 async def _arrive(ledger: Ledger) -> None:

@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from layertap.schemas.workers import ModelFacts
+from worker.capture import scattered
 from worker.patch.installer import Applied, InstallerName
 
 Strategy = Literal["hooks", "collect"]
@@ -59,25 +61,19 @@ def chunk_tokens(asked: int, device: str) -> int:
     return asked or (_GPU_CHUNK if device == "cuda" else _CPU_CHUNK)
 
 
-_SCATTERS = {
-    "--enable-dp-attention": "with DP attention each rank holds other rows; run several workers instead",
-    "--enable-two-batch-overlap": "two-batch overlap runs a batch in halves, whose rows have no known place",
-    "--pp-size": "with pipeline parallelism no rank has every boundary; use --tensor-parallel",
-    "--pipeline-parallel-size": "with pipeline parallelism no rank has every boundary; use --tensor-parallel",
-    "--dp-size": "the worker speaks to one engine; run several workers instead",
-    "--data-parallel-size": "the worker speaks to one engine; run several workers instead",
-}
+_LONG_NAMES = {"pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
 
 
 def refusal(extra_args: Iterable[str]) -> str | None:
     """Why an engine with these arguments cannot be captured, or None where nothing speaks against it."""
     words = [word for argument in extra_args for word in argument.split("=", 1)]
-    for place, word in enumerate(words):
-        why = _SCATTERS.get(word)
-        alone = words[place + 1 : place + 2] == ["1"]
-        if why is not None and not alone:
-            return f"--engine-arg={word}: {why}"
-    return None
+    asked: dict[str, object] = {}
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name = word.removeprefix("--").replace("-", "_")
+        if word.startswith("--"):
+            asked[_LONG_NAMES.get(name, name)] = True if following.startswith("--") else following or True
+    why = scattered.refusal(asked)
+    return None if why is None else f"--engine-arg={why}"
 
 
 def version_tuple(version: str) -> tuple[int, ...]:

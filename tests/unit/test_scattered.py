@@ -1,0 +1,18 @@
+"""Engines in which no rank sees every row."""
+
+import pytest
+
+from worker.capture.scattered import NAMES, refusal
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"enable_dp_attention": True}, {"enable_two_batch_overlap": True}, {"pp_size": 2}, {"dp_size": "4"}]
+)
+def test_what_scatters_rows_is_named(arguments: dict[str, object]) -> None:
+    why = refusal({"tp_size": 8, **arguments})
+    assert why is not None
+    assert why.startswith("--" + next(iter(arguments)).replace("_", "-"))
+
+
+def test_what_is_off_is_let_through() -> None:
+    assert refusal(dict(zip(sorted(NAMES), (1, False, None, "1"), strict=True))) is None
