@@ -5,7 +5,7 @@ Every row, every boundary and the final state are compared. One engine a family,
 
 import asyncio
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import probed_engines
@@ -100,7 +100,7 @@ def test_the_reference_reads_what_enters_each_block(name: str) -> None:
         assert relative_error(right.boundaries[k + 1], leaving[k]) < 1e-5, k
 
 
-def enter_and_leave(model: object, row: Row) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def enter_and_leave(model: Any, row: Row) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What goes into each block of a Hugging Face model, and what comes out of it, [S, H] each."""
     import torch
 
@@ -111,10 +111,10 @@ def enter_and_leave(model: object, row: Row) -> tuple[list[np.ndarray], list[np.
         entering.append(inputs[0][0].numpy())
         leaving.append((output[0] if isinstance(output, tuple) else output)[0].numpy())
 
-    for block in model.model.layers:  # type: ignore[attr-defined]
+    for block in model.model.layers:
         block.register_forward_hook(seen)
     with torch.inference_mode():
-        model(torch.from_numpy(row).long()[None], use_cache=False)  # type: ignore[operator]
+        model(torch.from_numpy(row).long()[None], use_cache=False)
     return entering, leaving
 
 

@@ -3,9 +3,9 @@
 import time
 
 import pytest
+from leases import shard_lease
 
 from layertap.schemas.jobs import Final
-from layertap.schemas.tasks import Lease, TaskKind
 from worker.leases import COMMIT_PHASE, HeldLease, LeaseKeeper
 
 
@@ -17,19 +17,7 @@ def keeper() -> LeaseKeeper:
 
 @pytest.fixture
 def held(keeper: LeaseKeeper) -> HeldLease:
-    lease = Lease(
-        task="task_a",
-        kind=TaskKind.SHARD,
-        job="job_a",
-        generation=1,
-        secret="s",
-        lease_seconds=30,
-        model="m",
-        model_path="/m",
-        layers=[1],
-        final=Final.NONE,
-    )
-    return keeper.hold(lease, time.monotonic(), "layout", 60)
+    return keeper.hold(shard_lease(final=Final.NONE), time.monotonic(), "layout", 60)
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from leases import shard_lease
 from pydantic import ValidationError
 
-from layertap.schemas.jobs import Final
-from layertap.schemas.tasks import Lease, TaskKind
 from worker.capture.rid import Rid, parse
 from worker.capture.session import Ledger
 from worker.engine.client import EngineClient, EngineDownError
@@ -94,18 +93,7 @@ class FakeEngine:
 @asynccontextmanager
 async def prefill(engine: FakeEngine) -> AsyncIterator[Prefill]:
     """A prefill with lists of at most 12 rows, over an engine that is given SECONDS for each."""
-    lease = Lease(
-        task="task_a",
-        kind=TaskKind.SHARD,
-        job="job_a",
-        generation=3,
-        secret="s",
-        lease_seconds=600,
-        model="m",
-        model_path="/m",
-        layers=[1],
-        final=Final.POST_NORM,
-    )
+    lease = shard_lease(generation=3, lease_seconds=600)
     held = HeldLease(lease, "wrk_a", time.monotonic() + 600)
     async with engine.serving():
         client = EngineClient(engine.port, "key", SECONDS)
