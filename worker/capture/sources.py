@@ -57,7 +57,12 @@ def of(piece: Piece, layers: int, hooks: bool, collects: bool) -> tuple[State, .
     """What that piece's row asks for, in the order in which its tokens hold it."""
     if piece.rid.reading is Reading.CHECK:
         return of_check(layers, hooks, collects)
-    return tuple((_SOURCE[piece.rid.reading], k) for k in unmask(piece.rid.boundaries))
+    return _of_job(piece.rid.reading, piece.rid.boundaries)
+
+
+@lru_cache(maxsize=256)
+def _of_job(reading: Reading, bits: int) -> tuple[State, ...]:
+    return tuple((_SOURCE[reading], k) for k in unmask(bits))
 
 
 def wanted(found: Iterable[Piece], layers: int, hooks: bool, collects: bool) -> frozenset[State]:
