@@ -55,12 +55,14 @@ class Settings(BaseSettings):
         1800, gt=0, description="seconds one request of rows may take; longer than the stall time-out"
     )
 
-    max_inflight_tokens: int = Field(0, ge=0, description="tokens in the engine at a time; 0: four prefill chunks")
+    max_inflight_tokens: int = Field(0, ge=0, description="tokens in the engine at a time; 0: by device")
     pool_bytes: int = Field(
-        DEFAULT_POOL_BYTES, ge=1 << 20, description="pinned host memory for states on their way to storage"
+        DEFAULT_POOL_BYTES,
+        ge=64 << 20,
+        description="pinned host memory for states on their way to storage, rounded down to a power of two",
     )
     shard_lanes: int = Field(
-        2, ge=1, le=8, description="shards in hand at a time: one prefills while another is sealed"
+        0, ge=0, le=16, description="shards in hand at a time, some prefilled while others are sealed; 0: by device"
     )
     poll_interval: float = Field(1.0, gt=0, le=2.0, description="seconds between control polls")
     stop_timeout: float = Field(60, gt=0, description="seconds that a graceful stop may take")

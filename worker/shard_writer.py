@@ -7,6 +7,7 @@ states; everything else is written here. All functions block; call them from a t
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,11 @@ def write_header(path: Path, layout: ShardLayout) -> None:
 
 def seal(path: Path, final: Path) -> str:
     """Makes a complete partial file durable under its own name; returns its sha256 (hex)."""
-    with _opened(path, os.O_RDONLY) as fd:
-        os.fsync(fd)
+    with _opened(path, os.O_RDONLY) as fd, ThreadPoolExecutor(1) as beside:
+        # The disk writes while the bytes, still in the page cache, are hashed.
+        flushed = beside.submit(os.fsync, fd)
         digest = _sha256(fd)
+        flushed.result()
     os.replace(path, final)
     sync_folder(final.parent)
     return digest

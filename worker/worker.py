@@ -31,6 +31,7 @@ from layertap.storage_paths import NONCE_FILE
 from worker.engine.host import EngineHost, EngineUnavailableError
 from worker.extract import LAYOUT_SECONDS, Extraction
 from worker.leases import HeldLease, LeaseKeeper
+from worker.pace import shard_lanes
 from worker.plan.plan import PlanError
 from worker.plan_task import QUIET_SECONDS, run_plan
 from worker.prefill import StorageWriteError
@@ -58,6 +59,7 @@ class Worker:
     def __init__(self, settings: Settings, models: list[ModelFacts], device: str, chunk: int) -> None:
         self.id = f"wrk_{secrets.token_hex(10)}"
         self._settings = settings
+        self._lanes = shard_lanes(settings.shard_lanes, device)
         self._models = {facts.name: facts for facts in models}
         self._storage = settings.storage.resolve()
         self._api = ServiceApi(settings.service, settings.token)
@@ -86,7 +88,7 @@ class Worker:
                 await self._end()
 
     async def _work(self) -> None:
-        lanes = [self._lane(TaskKind.PLAN)] + [self._lane(TaskKind.SHARD) for _ in range(self._settings.shard_lanes)]
+        lanes = [self._lane(TaskKind.PLAN)] + [self._lane(TaskKind.SHARD) for _ in range(self._lanes)]
         async with asyncio.TaskGroup() as group:
             for lane in lanes:
                 group.create_task(lane)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.capture import sources
-from worker.capture.addressing import pieces, runs
+from worker.capture.addressing import cut, pieces, runs
 from worker.capture.rid import Reading, Rid, mask, parse, unmask
 from worker.capture.sources import Source
 
@@ -107,3 +107,18 @@ def test_a_check_reads_every_boundary_at_every_place_there_is(hooks: bool, colle
 def test_neighbours_that_ask_the_same_share_a_copy() -> None:
     found = pieces([_rid(0), _rid(1), "other", _rid(2), _rid(3, (9,))], [0] * 5, [2, 2, 2, 2, 2])
     assert [[p.rid.row for p in run] for run in runs(found)] == [[0, 1], [2], [3]]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 12))
+def test_a_run_that_is_cut_covers_the_same_tokens_in_order(counts: list[int], most_rows: int) -> None:
+    names = [str(Rid(mask((1,)), True, "task_A", 1, row, 0)) for row in range(len(counts))]
+    (run,) = runs(pieces(names, [5] * len(counts), counts))
+    parts = cut(run, most_rows)
+    places = [
+        [(piece.rid.row, piece.start + i, piece.position + i) for piece in part for i in range(piece.count)]
+        for part in parts
+    ]
+    whole = [(piece.rid.row, piece.start + i, piece.position + i) for piece in run for i in range(piece.count)]
+    assert [place for part in places for place in part] == whole
+    assert all(len(part) == most_rows for part in places[:-1])
+    assert 0 < len(places[-1]) <= most_rows

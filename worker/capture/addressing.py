@@ -5,7 +5,7 @@ positions `prefix_lens[j] …` of its sample. Chunked prefill is just a piece wi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker.capture.rid import Reading, Rid, parse
 
@@ -33,7 +33,7 @@ def pieces(rids: Sequence[object], prefix_lens: Sequence[int], seq_lens: Sequenc
 
 
 def runs(found: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces grouped into runs that are adjacent in the batch and ask for the same states: one copy each."""
+    """The pieces grouped into runs that are adjacent in the batch and ask for the same states."""
     grouped: list[list[Piece]] = []
     for piece in found:
         last = grouped[-1][-1] if grouped else None
@@ -42,6 +42,23 @@ def runs(found: Sequence[Piece]) -> list[list[Piece]]:
         else:
             grouped.append([piece])
     return grouped
+
+
+def cut(run: Sequence[Piece], most_rows: int) -> list[list[Piece]]:
+    """A run as runs of at most `most_rows` batch rows, a piece that lies across being cut into two."""
+    parts: list[list[Piece]] = [[]]
+    room = most_rows
+    for whole in run:
+        piece = whole
+        while piece.count > room:
+            if room:
+                parts[-1].append(replace(piece, count=room))
+                piece = Piece(piece.rid, piece.start + room, piece.count - room, piece.position + room)
+            parts.append([])
+            room = most_rows
+        parts[-1].append(piece)
+        room -= piece.count
+    return parts
 
 
 def _asked(piece: Piece) -> tuple[Reading, int, bool]:

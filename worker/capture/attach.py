@@ -86,20 +86,20 @@ class _Sink:
 
     def __init__(self, run_dir: Path, runner: Any) -> None:
         self._run_dir = run_dir
-        pool_bytes = int(os.environ[POOL_VARIABLE])
-        self._device = torch.device(runner.device)
-        self._copier = Copier(self._device, pool_bytes)
+        self._copier = Copier(torch.device(runner.device), int(os.environ[POOL_VARIABLE]))
         self._writer = Writer(run_dir, self._copier)
         self._writer.start()
 
     def states(
         self, piece_states: Callable[[Piece], list[torch.Tensor]], found: list[Piece], final: torch.Tensor | None
     ) -> None:
-        """Starts one copy for each run of neighbouring pieces and queues it for the writer."""
+        """Starts the copies of each run of neighbouring pieces, in order, and queues them for the writer."""
         for run in addressing.runs(found):
-            start, stop = run[0].start, run[-1].start + run[-1].count
-            wanted = final if run[0].rid.final else None
-            self._writer.submit(run, self._copier.copy(piece_states(run[0]), wanted, start, stop))
+            states, wanted = piece_states(run[0]), final if run[0].rid.final else None
+            most_rows = self._copier.most_rows(states, wanted)
+            for part in [run] if most_rows is None else addressing.cut(run, most_rows):
+                copy = self._copier.copy(states, wanted, part[0].start, part[-1].start + part[-1].count)
+                self._writer.submit(part, copy)
 
     def log_probabilities(self, piece: Piece, found: list[float] | None) -> None:
         """Leaves them where the worker looks, once the row's states are on their way."""

@@ -1,18 +1,20 @@
 """From the device to host memory: one contiguous copy a run of rows, on a stream of its own, without a host sync.
 
-Pinned buffers come from a pool with a bound. The worker sends no more rows than the pool holds, so that waiting for a
-buffer, which would hold up the forward, is the last resort and not the rule.
+Host memory is a ring of pinned memory with a bound. When storage can't keep up the ring fills, and the next copy waits:
+that holds up the forward, and so the admission of rows.
 """
 
-import threading
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from worker.capture.pinned import PinnedRing, Slot
+
 _ALIGN = 4096
-_SMALLEST = 1 << 16
+_SHARE = 4
+"""A copy takes at most this part of the ring, so that one is filled while others are written."""
+_ROOM_TIMEOUT_S = 600.0
 
 
 @dataclass
@@ -26,119 +28,81 @@ class HostCopy:
     hidden: torch.Tensor
     final: torch.Tensor | None
     finite: torch.Tensor
-    nbytes: int
     event: Any = None
-    pinned: torch.Tensor | None = field(default=None, repr=False)
-    keep_alive: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    slot: Slot | None = None
 
     def wait(self) -> None:
-        """Returns once the copy is in host memory; the device memory behind it is let go."""
+        """Returns once the copy is in host memory."""
         if self.event is not None:
             self.event.synchronize()
-        self.keep_alive = ()
-
-
-class PinnedPool:
-    """Pinned host memory with a bound of `limit` bytes; freed buffers are kept for copies of their size.
-
-    A copy takes one buffer for all it holds: one that took several could wait for room that it occupies itself.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._used = 0
-        self._free: dict[int, deque[torch.Tensor]] = {}
-        self._changed = threading.Condition()
-
-    def take(self, nbytes: int, timeout: float = 600.0) -> torch.Tensor:
-        """A pinned uint8 buffer of at least `nbytes`. Raises `TimeoutError` when none is given back in time."""
-        size = _size_class(nbytes)
-        with self._changed:
-            kept = self._free.get(size)
-            if kept:
-                return kept.pop()
-            fits = self._changed.wait_for(lambda: self._make_room(size) or bool(self._free.get(size)), timeout)
-            if not fits:
-                raise TimeoutError(f"no pinned buffer of {size} bytes within {timeout:.0f} s: the writer is stuck")
-            kept = self._free.get(size)
-            if kept:
-                return kept.pop()
-            self._used += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Takes a buffer back."""
-        with self._changed:
-            self._free.setdefault(buffer.numel(), deque()).append(buffer)
-            self._changed.notify_all()
-
-    def _make_room(self, size: int) -> bool:
-        # One buffer may exceed the limit when nothing else is out: a row must never wait for room that cannot come.
-        while self._used and self._used + size > self.limit:
-            largest = max((n for n, kept in self._free.items() if kept), default=None)
-            if largest is None:
-                return False
-            self._free[largest].pop()
-            self._used -= largest
-        return True
 
 
 class Copier:
-    """Copies states to the host. On a CPU engine the host is where they are, and the copy is a gather."""
+    """Copies states to the host. On a CPU engine the host is where they are, and the copy is a gather.
+
+    `pool_bytes` of pinned memory are taken, or the next lower power of two: what PyTorch pins, it rounds up to one.
+    """
 
     def __init__(self, device: torch.device, pool_bytes: int) -> None:
-        self._cuda = device.type == "cuda"
-        self._pool = PinnedPool(pool_bytes) if self._cuda else None
-        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self.ring: PinnedRing | None = None
+        self._stream: Any = None
+        if device.type == "cuda":
+            size = 1 << (pool_bytes.bit_length() - 1)
+            self.ring = PinnedRing(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def most_rows(self, states: list[torch.Tensor], final: torch.Tensor | None) -> int | None:
+        """How many rows of these states one copy may take, or None for any number."""
+        if self.ring is None:
+            return None
+        row_bytes = sum(state[:1].nbytes for state in states) + (0 if final is None else final[:1].nbytes)
+        return max(1, (self.ring.size // _SHARE - 3 * _ALIGN) // (row_bytes + 1))
 
     def copy(self, states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
-        """Starts the copy of batch rows `[start, stop)`: K boundaries [N, H] each, the final state [N, H] or None."""
-        if self._stream is None:
-            return self._gather(states, final, start, stop)
+        """Starts the copy of batch rows `[start, stop)`: K boundaries [N, H] each, the final state [N, H] or None.
+
+        Raises `ValueError` for more than the ring has, and `TimeoutError` when the writer gives nothing back.
+        """
+        if self.ring is None:
+            return _gather(states, final, start, stop)
+        for source in (*states, *(() if final is None else (final,))):
+            # Their memory is not used again before this stream is through with it.
+            source.record_stream(self._stream)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            on_device = self._gather(states, final, start, stop)
+            on_device = _gather(states, final, start, stop)
             parts = [part for part in (on_device.hidden, on_device.finite, on_device.final) if part is not None]
-            buffer, (hidden, finite, *final_host) = self._to_host(parts)
+            slot, (hidden, finite, *final_host) = _to_host(parts, self.ring)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        device_tensors = (*states, *(() if final is None else (final,)), on_device.hidden, on_device.finite)
-        return HostCopy(
-            hidden, final_host[0] if final_host else None, finite, on_device.nbytes, event, buffer, device_tensors
-        )
+        return HostCopy(hidden, final_host[0] if final_host else None, finite, event, slot)
 
     def release(self, copy: HostCopy) -> None:
-        """Gives the copy's pinned memory back; its tensors must not be read after."""
-        if self._pool is not None and copy.pinned is not None:
-            self._pool.give(copy.pinned)
-            copy.pinned = None
-
-    def _gather(self, states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
-        hidden = torch.stack([state[start:stop] for state in states], dim=1)
-        final_rows = None if final is None else final[start:stop].contiguous()
-        finite = rows_finite(hidden.flatten(1))
-        if final_rows is not None:
-            finite &= rows_finite(final_rows)
-        nbytes = hidden.nbytes + (0 if final_rows is None else final_rows.nbytes)
-        return HostCopy(hidden, final_rows, finite, nbytes)
-
-    def _to_host(self, parts: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        assert self._pool is not None
-        starts = [0]
-        for part in parts:
-            starts.append(starts[-1] + (part.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN)
-        buffer = self._pool.take(starts[-1])
-        copies = []
-        for part, start in zip(parts, starts, strict=False):
-            host = buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            copies.append(host.copy_(part, non_blocking=True))
-        return buffer, copies
+        """Gives the copy's pinned memory back, oldest copy first; its tensors must not be read after."""
+        if self.ring is not None and copy.slot is not None:
+            self.ring.give(copy.slot)
+            copy.slot = None
 
 
-def _size_class(nbytes: int) -> int:
-    """Sizes a quarter of a power of two apart, so that buffers are used again and little of them is waste."""
-    step = max(_SMALLEST, 1 << max(0, nbytes.bit_length() - 3))
-    return (nbytes + step - 1) // step * step
+def _gather(states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
+    hidden = torch.stack([state[start:stop] for state in states], dim=1)
+    final_rows = None if final is None else final[start:stop].contiguous()
+    finite = rows_finite(hidden.flatten(1))
+    if final_rows is not None:
+        finite &= rows_finite(final_rows)
+    return HostCopy(hidden, final_rows, finite)
+
+
+def _to_host(parts: list[torch.Tensor], ring: PinnedRing) -> tuple[Slot, list[torch.Tensor]]:
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + (part.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN)
+    slot = ring.take(starts[-1], _ROOM_TIMEOUT_S)
+    copies = []
+    for part, start in zip(parts, starts, strict=False):
+        host = slot.memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        copies.append(host.copy_(part, non_blocking=True))
+    return slot, copies
 
 
 def rows_finite(rows: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from worker.engine.self_check import check, check_unpatched
 from worker.engine.spec import EngineSpec, Strategy
 from worker.engine.warm_up import warm_up
 from worker.inflight import InFlight
+from worker.pace import inflight_tokens
 from worker.patch.choice import choose, offers
 from worker.patch.package import find_package
 from worker.settings import Settings
@@ -29,7 +30,6 @@ from worker.watchdog.rules import Limits, Phase, Verdict
 
 logger = logging.getLogger(__name__)
 
-_INFLIGHT_CHUNKS = 4
 _GPU_LOOKS, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 40, 0.5, 64 << 20
 _RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
 
@@ -84,7 +84,7 @@ class EngineHost:
             check_total=settings.check_timeout,
             serving_quiet=settings.stall_timeout,
         )
-        self.budget = InFlight(settings.max_inflight_tokens or _INFLIGHT_CHUNKS * chunk)
+        self.budget = InFlight(inflight_tokens(settings.max_inflight_tokens, chunk, device))
         self.status = "no engine"
         self._last_incident: IncidentReport | None = None
 
