@@ -19,7 +19,7 @@ from layertap.schemas.jobs import Final
 from layertap.schemas.workers import ModelFacts
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
-from worker.engine.client import EngineDownError
+from worker.engine.client import EngineDownError, EngineGoneError
 from worker.engine.engine import Engine
 from worker.engine.host import EngineHost, NoEngineError
 from worker.engine.self_check import READINGS
@@ -31,6 +31,7 @@ from worker.suspects import Suspects
 logger = logging.getLogger(__name__)
 
 _PREFILL_GRACE_S = 60.0
+_PAUSE_S = 1.0
 _MOST_ENGINES = 40
 """Engines one lease may wear out: enough to find several rows that kill among many in flight."""
 
@@ -54,6 +55,8 @@ class ShardPrefill:
     failures: dict[int, RowFailure] = field(default_factory=dict)
     engine: dict[str, object] = field(default_factory=dict)
     _suspects: Suspects = field(default_factory=Suspects)
+    _guilty: dict[int, Engine] = field(default_factory=dict)
+    """Rows found guilty, with the engine that each killed."""
     _written: set[int] = field(default_factory=set)
     _nonfinite: dict[int, int] = field(default_factory=dict)
 
@@ -70,10 +73,14 @@ class ShardPrefill:
             except (EngineDownError, NoEngineError) as error:
                 logger.warning("%s: %s", self.held.lease.task, error)
             self.keeper.phase(self.held, "engine restart", self.restart_seconds)
+            # It may be taken for alive for a moment more, and engines must not be counted that never were.
+            await asyncio.sleep(_PAUSE_S)
             await self.host.ensure(self.facts)
-            await self._name_guilty()
+            await self._set_guilty_aside()
         else:
             raise EngineKeepsDyingError(f"the engine died {_MOST_ENGINES} times under this task")
+        for row in self._guilty:
+            self.failures.setdefault(row, RowFailure("kills_engine", "the engine failed with this row alone in flight"))
         for row, count in self._nonfinite.items():
             self.failures.setdefault(row, RowFailure("non_finite", f"{count} tokens hold a NaN or an infinity"))
         return self.failures
@@ -90,7 +97,7 @@ class ShardPrefill:
         work = Prefill(engine.client, self.host.budget, self.held, ledger, rid, batch_tokens, self.failures)
         finished = False
         try:
-            await self._clear_suspects(work)
+            await self._clear_suspects(work, engine)
             try:
                 await work.run(self.rows, self._left())
             except EngineDownError:
@@ -107,25 +114,28 @@ class ShardPrefill:
                 with suppress(EngineDownError):
                     await asyncio.shield(engine.client.abort(rid.lease_prefix))
 
-    async def _clear_suspects(self, work: Prefill) -> None:
+    async def _clear_suspects(self, work: Prefill, engine: Engine) -> None:
         while self._suspects.group:
             try:
                 await work.run_alone(self.rows, [row for row in self._suspects.group if row not in self._written])
+            except EngineGoneError:
+                raise
             except EngineDownError:
-                self._suspects.convicted()
+                if (row := self._suspects.convicted()) is not None:
+                    self._guilty[row] = engine
                 raise
             self._suspects.cleared()
 
-    async def _name_guilty(self) -> None:
+    async def _set_guilty_aside(self) -> None:
         """Notes the rows found guilty, with the incident, which is known once the dead engine is over with."""
-        for row in self._suspects.guilty:
-            if row not in self.failures:
-                incident = await self.host.blame_row()
+        for row, engine in self._guilty.items():
+            if row not in self.failures and (incident := await self.host.blame_row(engine)) is not None:
                 reason = f"the engine died or hung with this row alone in flight; see incident {incident}"
                 self.failures[row] = RowFailure("kills_engine", reason)
 
     def _left(self) -> list[int]:
-        return [i for i in range(len(self.rows)) if i not in self._written and i not in self.failures]
+        done = self._written | self.failures.keys() | self._guilty.keys()
+        return [i for i in range(len(self.rows)) if i not in done]
 
     def _ledger(self, engine: Engine, rid: Rid) -> Ledger:
         ledger = Ledger.create(sessions_dir(engine.directory) / f"{rid.session}.ledger", self.layout.lengths)

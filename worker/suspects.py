@@ -30,11 +30,12 @@ class Suspects:
         """The group under trial came through."""
         self._groups.pop()
 
-    def convicted(self) -> None:
-        """The engine died with nothing but the group under trial in flight."""
+    def convicted(self) -> int | None:
+        """The engine died with nothing but the group under trial in flight. The guilty row, where that tells it."""
         group = self._groups.pop()
         if len(group) == 1:
             self.guilty.append(group[0])
-            return
+            return group[0]
         middle = len(group) // 2
         self._groups += [group[middle:], group[:middle]]
+        return None

@@ -1,9 +1,14 @@
-"""The worker's own extraction without a service: the same prefill, layout, capture and seal, without leases."""
+"""The worker's own extraction without a service: the same prefill, layout, capture and seal, without leases.
+
+A shard is deleted once it is committed, as by a consumer that is through with it: a run may be longer than the disk.
+"""
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,23 +25,43 @@ from worker.engine.engine import Engine
 from worker.extract import Extraction
 from worker.inflight import InFlight
 from worker.leases import HeldLease
+from worker.pace import inflight_tokens, shard_lanes
 from worker.plan.tokens import TokenRowsWriter
 from worker.prefill import batches
 
-SHARD_BYTES = 256 << 20
-"""A quarter of the default: the first layout and the last seal weigh more in seconds than in hours."""
-LANES = 3
+SHARD_BYTES = 1 << 30
+"""The service's default."""
 PINS = Pins(model_hash="-", tokenizer_hash="-", chat_template_hash=None, engine_version="-", dtype="BF16")
 
 
-class _Service:
-    """Takes commits; nothing else is asked of it."""
+def in_flight(chunk: int) -> InFlight:
+    """The budget that a worker on a GPU has by default."""
+    return InFlight(inflight_tokens(0, chunk, "cuda"))
 
-    def __init__(self) -> None:
-        self.commits: list[ShardCommit] = []
+
+@dataclass
+class Extracted:
+    """How long an extraction took, in seconds, and what it wrote; `commits` are (seconds since its start, tokens)."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    nbytes: int = 0
+    commits: list[tuple[float, int]] = field(default_factory=list)
+
+
+class _Service:
+    """Takes commits and consumes the shards; nothing else is asked of it."""
+
+    def __init__(self, storage: Path) -> None:
+        self.done = Extracted()
+        self.began = time.monotonic()
+        self._storage = storage
 
     async def commit_shard(self, task: str, message: ShardCommit, patience: float) -> None:
-        self.commits.append(message)
+        self.done.tokens += message.tokens
+        self.done.nbytes += message.bytes
+        self.done.commits.append((time.monotonic() - self.began, message.tokens))
+        await asyncio.to_thread(os.unlink, self._storage / f"shards/{task}.safetensors")
 
     async def row_errors(self, *args: object) -> None:
         raise RuntimeError(f"a row failed: {args}")
@@ -59,13 +84,14 @@ class _Host:
         raise RuntimeError("the engine died")
 
 
-async def plain(engine: Engine, budget: InFlight, rows: list[np.ndarray], chunk: int, extra: dict[str, Any]) -> float:
+async def plain(engine: Engine, rows: list[np.ndarray], chunk: int, extra: dict[str, Any] | None = None) -> float:
     """Seconds to prefill the rows with foreign request ids, which the capture leaves alone."""
-    began = time.monotonic()
+    began, budget = time.monotonic(), in_flight(chunk)
 
     async def send(batch: list[int], tokens: int) -> None:
         try:
-            await engine.client.prefill([f"plain-{began}-{i}" for i in batch], [rows[i] for i in batch], **extra)
+            rids = [f"plain-{began}-{i}" for i in batch]
+            await engine.client.prefill(rids, [rows[i] for i in batch], **(extra or {}))
         finally:
             budget.release(tokens)
 
@@ -78,35 +104,32 @@ async def plain(engine: Engine, budget: InFlight, rows: list[np.ndarray], chunk:
 
 
 async def extract(
-    engine: Engine, budget: InFlight, rows: list[np.ndarray], layers: list[int], storage: Path
-) -> tuple[float, int]:
-    """Seconds until the rows lie in sealed shards (fsync and sha256 included), and their bytes."""
+    engine: Engine, rows: list[np.ndarray], chunk: int, layers: list[int], storage: Path, at_least: float = 0.0
+) -> Extracted:
+    """Extracts the rows into sealed shards (fsync and sha256 included), again and again for `at_least` seconds."""
     with TokenRowsWriter(storage / "tokens") as writer:
         for index, row in enumerate(rows):
             writer.add(index, row, np.ones(len(row), np.uint8))
         writer.finish()
     per_token = token_bytes(len(layers), engine.reports[0].hidden_size, engine.reports[0].dtype, True)
-    leases = [_lease(spec, layers) for spec in _shards(rows, per_token)]
-    service = _Service()
+    service = _Service(storage)
     keeper = SimpleNamespace(phase=lambda *args, **kwargs: None)
-    extraction = Extraction(
-        cast(Any, service), cast(Any, keeper), cast(Any, _Host(engine, budget)), _facts(engine), storage, 1.0
-    )
-    lanes = asyncio.Semaphore(LANES)
+    host = _Host(engine, in_flight(chunk))
+    extraction = Extraction(cast(Any, service), cast(Any, keeper), cast(Any, host), _facts(engine), storage, 1.0)
+    shards = list(_shards(rows, per_token))
+    leases = _leases(shards, layers, service.began + at_least)
 
-    async def work(lease: Lease) -> None:
-        async with lanes:
+    async def lane() -> None:
+        for lease in leases:
             await extraction.run(HeldLease(lease, "wrk_benchmark", float("inf")))
 
-    began = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for lease in leases:
-            group.create_task(work(lease))
-    seconds = time.monotonic() - began
-    written = sum(commit.rows for commit in service.commits)
-    if written != len(rows):
-        raise RuntimeError(f"{written} of {len(rows)} rows were written")
-    return seconds, sum(commit.bytes for commit in service.commits)
+        for _ in range(shard_lanes(0, "cuda")):
+            group.create_task(lane())
+    service.done.seconds = time.monotonic() - service.began
+    if service.done.tokens % sum(map(len, rows)):
+        raise RuntimeError(f"{service.done.tokens} tokens were written, no multiple of the rows'")
+    return service.done
 
 
 def _facts(engine: Engine) -> ModelFacts:
@@ -117,24 +140,32 @@ def _facts(engine: Engine) -> ModelFacts:
     )  # fmt: skip
 
 
-def _shards(rows: list[np.ndarray], per_token: int) -> list[tuple[int, int, int, int]]:
+def _shards(rows: list[np.ndarray], per_token: int) -> Iterator[tuple[int, int, int, int]]:
     """(first row, rows, tokens, bytes) of each shard."""
-    shards, first, tokens = [], 0, 0
+    first, tokens = 0, 0
     for index, row in enumerate(rows):
         tokens += len(row)
         if tokens * per_token >= SHARD_BYTES or index == len(rows) - 1:
-            shards.append((first, index + 1 - first, tokens, tokens * per_token))
+            yield first, index + 1 - first, tokens, tokens * per_token
             first, tokens = index + 1, 0
-    return shards
 
 
-def _lease(spec: tuple[int, int, int, int], layers: list[int]) -> Lease:
+def _leases(shards: Iterable[tuple[int, int, int, int]], layers: list[int], until: float) -> Iterator[Lease]:
+    """A lease on each shard, over and over while it is before `until` on the monotonic clock."""
+    again = 0
+    while again == 0 or time.monotonic() < until:
+        for spec in shards:
+            yield _lease(spec, layers, f"task_{again}x{spec[0]}")
+        again += 1
+
+
+def _lease(spec: tuple[int, int, int, int], layers: list[int], task: str) -> Lease:
     first, rows, tokens, nbytes = spec
     shard = ShardSpec(
         index=first, tokens_dir="tokens", first_row=first, rows=rows, tokens=tokens, bytes=nbytes,
-        file=f"shards/{first}.safetensors", pins=PINS, dataset_sha256="-",
+        file=f"shards/{task}.safetensors", pins=PINS, dataset_sha256="-",
     )  # fmt: skip
     return Lease(
-        task=f"task_{first}", kind=TaskKind.SHARD, job="job_benchmark", generation=1, secret="-", lease_seconds=1e9,
+        task=task, kind=TaskKind.SHARD, job="job_benchmark", generation=1, secret="-", lease_seconds=1e9,
         model="-", model_path="-", layers=layers, final=Final.POST_NORM, shard=shard,
     )  # fmt: skip

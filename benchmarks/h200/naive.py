@@ -1,6 +1,6 @@
 """What people write first, for comparison: an SGLang plugin that calls `torch.save` in the forward.
 
-Registered through an entry point that the benchmark makes for the time of one engine.
+Registered through an entry point that the benchmark makes for the time of one engine; acts while `switch` is there.
 """
 
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ENTRY_POINT = "layertap_bench_naive"
+FOLDER_VARIABLE = "LAYERTAP_BENCH_NAIVE_DIR"
 
 
 def install(site: Path) -> None:
@@ -18,9 +19,14 @@ def install(site: Path) -> None:
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{ENTRY_POINT} = benchmarks.h200.naive:register\n")
 
 
+def switch(folder: Path) -> Path:
+    """The file that switches saving on."""
+    return folder / "on"
+
+
 def register() -> None:
     """Entry point: hooks the blocks before boundaries 2, L/2 and L − 3, and saves at the end of each forward."""
-    if not os.environ.get("LAYERTAP_BENCH_NAIVE_DIR"):
+    if not os.environ.get(FOLDER_VARIABLE):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -30,25 +36,33 @@ def register() -> None:
 def _attach(result: object, runner: Any, *args: object, **kwargs: object) -> None:
     import torch
 
-    folder = Path(os.environ["LAYERTAP_BENCH_NAIVE_DIR"])
+    folder = Path(os.environ[FOLDER_VARIABLE])
     inner = runner.model.model
     depth = len(inner.layers)
     states: dict[object, Any] = {}
     count = 0
+    on = False
+
+    def at_start(module: Any, inputs: Any) -> None:
+        nonlocal on
+        on = switch(folder).exists()
 
     def at_entry(k: int) -> Any:
         def hook(module: Any, inputs: Any) -> None:
-            hidden, residual = inputs[1], inputs[3]
-            states[k] = hidden if residual is None else hidden + residual
+            if on:
+                hidden, residual = inputs[1], inputs[3]
+                states[k] = hidden if residual is None else hidden + residual
 
         return hook
 
     def at_end(module: Any, inputs: Any, output: Any) -> None:
         nonlocal count
-        states["final"] = output
-        torch.save({name: value.cpu() for name, value in states.items()}, folder / f"{count % 4}.pt")
-        count += 1
+        if on:
+            states["final"] = output
+            torch.save({name: value.cpu() for name, value in states.items()}, folder / f"{count % 4}.pt")
+            count += 1
 
+    inner.register_forward_pre_hook(at_start)
     for k in (2, depth // 2, depth - 3):
         inner.layers[k].register_forward_pre_hook(at_entry(k))
     inner.register_forward_hook(at_end)

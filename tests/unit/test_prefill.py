@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from worker.capture.rid import Rid, parse
 from worker.capture.session import Ledger
-from worker.engine.client import EngineClient, EngineDownError
+from worker.engine.client import EngineClient, EngineDownError, EngineGoneError
 from worker.inflight import InFlight
 from worker.leases import HeldLease
 from worker.prefill import Prefill
@@ -47,6 +47,7 @@ class FakeEngine:
         self.lists: list[list[Sent]] = []
         self.aborted: list[str] = []
         self.takes_aborts = True
+        self.gone = False
         self.port = 0
 
     @asynccontextmanager
@@ -80,7 +81,10 @@ class FakeEngine:
             return {"aborted": True} if self.takes_aborts else {}
         found = [parse(name) for name in body["rid"]]
         sent = [(one.row, one.attempt) for one in found if one is not None]
-        self.lists.append(sent)
+        if self.gone:
+            return {}
+        if sent:
+            self.lists.append(sent)
         starved = any(self.stuck(one) for one in sent)
         for row, attempt in sent:
             if not self.stuck((row, attempt)) and not (starved and row in self.behind):
@@ -232,3 +236,17 @@ def test_the_row_time_out_must_be_positive_and_is_longer_than_the_stall_time_out
         with pytest.raises(ValidationError, match="row_timeout"):
             Settings(row_timeout=seconds)
     assert Settings().row_timeout > 2 * Settings().stall_timeout
+
+
+def test_rows_that_are_to_be_alone_are_not_sent_to_an_engine_that_is_gone_already(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.gone = True
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            with pytest.raises(EngineGoneError):
+                await work.run_alone(rows_of(ledger), [3])
+            assert work.budget.used == 0
+
+    run(scenario())
+    assert engine.lists == []

@@ -3,6 +3,7 @@
 Rows go out as lists with a request id each; nothing is sampled and no log-probability is computed.
 """
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ class RowsTimedOutError(EngineDownError):
     def __init__(self, seconds: float) -> None:
         super().__init__(f"/generate: no answer within {seconds:g} s")
         self.seconds = seconds
+
+
+class EngineGoneError(EngineDownError):
+    """The engine was down before these rows were sent: what brought it down was something else."""
 
 
 class EngineRefusedError(Exception):
@@ -94,6 +99,13 @@ class EngineClient:
         """
         outcome = await self._generate(rids, rows, **options)
         return [_abort_reason(outcome, rid) for rid in rids]
+
+    async def answers(self) -> None:
+        """Has a row of two tokens prefilled that is nobody's. Raises `EngineGoneError` when nothing comes of it."""
+        try:
+            await self._generate([f"alive-{secrets.token_hex(6)}."], [np.zeros(2, dtype=np.int32)])
+        except EngineDownError as error:
+            raise EngineGoneError(str(error)) from error
 
     async def prefill_all(self, rids: list[str], rows: list[npt.NDArray[np.int32]]) -> None:
         """Prefills rows [S_i] that must all come through.

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
 from layertap.schemas.workers import ModelFacts
@@ -31,6 +32,7 @@ from worker.watchdog.rules import Limits, Phase, Verdict
 logger = logging.getLogger(__name__)
 
 _GPU_LOOKS, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 40, 0.5, 64 << 20
+_ENDED_KEPT = 64
 _RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
 
 Report = Callable[[IncidentReport], Awaitable[None]]
@@ -86,7 +88,8 @@ class EngineHost:
         )
         self.budget = InFlight(inflight_tokens(settings.max_inflight_tokens, chunk, device))
         self.status = "no engine"
-        self._last_incident: IncidentReport | None = None
+        self._ended: dict[Path, IncidentReport] = {}
+        """The incidents of engines that died or hung while they served, by the engine's directory."""
 
     @property
     def model(self) -> str | None:
@@ -128,13 +131,15 @@ class EngineHost:
             self._users -= 1
             await asyncio.shield(self._notify())
 
-    async def blame_row(self) -> str | None:
-        """A row alone in flight was what the last incident was about: says so, and returns the incident's id."""
-        if self._last_incident is None:
+    async def blame_row(self, engine: Engine) -> str | None:
+        """A row alone in flight ended that engine: has its incident say so. Its id, or None before there is one."""
+        incident = self._ended.get(engine.directory)
+        if incident is None:
             return None
-        self._last_incident = self._last_incident.model_copy(update={"blame": Blame.ROW})
-        await self._report(self._last_incident)
-        return self._last_incident.id
+        blamed = incident.model_copy(update={"blame": Blame.ROW})
+        self._ended[engine.directory] = blamed
+        await self._report(blamed)
+        return blamed.id
 
     async def stop(self) -> None:
         """Ends the engine, used or not."""
@@ -240,16 +245,18 @@ class EngineHost:
         if draft.verdict.kind is IncidentKind.OUT_OF_MEMORY:
             self.budget.halve()
         self.status = "no engine"
-        await self._publish(draft, Blame.UNKNOWN)
+        self._ended[engine.directory] = await self._publish(draft, Blame.UNKNOWN)
+        for forgotten in list(self._ended)[:-_ENDED_KEPT]:
+            del self._ended[forgotten]
 
     async def _keep(self, guard: Guard, verdict: Verdict, model: str) -> Draft:
         return Draft.of(self._worker, model, self._tasks(), guard.phase, verdict, await guard.evidence())
 
-    async def _publish(self, draft: Draft, blame: Blame) -> None:
+    async def _publish(self, draft: Draft, blame: Blame) -> IncidentReport:
         report = draft.report(blame)
-        self._last_incident = report
         Draft.save(report, self._settings.run_dir / "incidents")
         await self._report(report)
+        return report
 
     async def _after_sickness(self) -> None:
         """Waits until a sick engine has been ended and reported; a healthy one's watch is called off."""

@@ -1,0 +1,117 @@
+"""Two shards side by side on engines that die: the row that kills is set aside with its incident, and no other is.
+
+Engine and host are fakes: that one shard's trial begins in the moment in which another's kills can't be arranged.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from leases import shard_lease
+
+from layertap.layout import ShardLayout
+from worker.capture.rid import Rid, parse
+from worker.capture.session import Ledger, sessions_dir
+from worker.engine.client import EngineDownError, EngineGoneError
+from worker.inflight import InFlight
+from worker.leases import HeldLease
+from worker.shard_prefill import ShardPrefill
+
+ROWS, TOKENS = 6, 4
+KILLER = ("task_a", 3)
+FORWARD_S = 0.01
+
+
+class FakeEngine:
+    """Dies of the row `KILLER`. Every row in flight then is lost, and rows sent later meet a server that is gone."""
+
+    strategy = "hooks"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.alive = True
+        self.client = self
+        self.spec = SimpleNamespace(chunked_prefill_size=TOKENS, device="cpu")
+        sessions_dir(directory).mkdir(parents=True)
+
+    async def prefill(self, rids: list[str], rows: list[Any]) -> list[None]:
+        found = cast(list[Rid], [parse(name) for name in rids])
+        await asyncio.sleep(FORWARD_S)
+        if any((rid.task, rid.row) == KILLER for rid in found):
+            self.alive = False
+        if not self.alive:
+            raise EngineDownError("/generate: ReadError('')")
+        for rid in found:
+            Ledger.open(sessions_dir(self.directory) / f"{rid.session}.ledger").written[rid.row] = TOKENS
+        return [None] * len(rids)
+
+    async def answers(self) -> None:
+        if not self.alive:
+            raise EngineGoneError("/generate: ConnectError('')")
+
+    async def abort(self, prefix: str) -> None:
+        """Nothing is left to abort."""
+
+    def describe(self) -> dict[str, object]:
+        return {"number": int(self.directory.name)}
+
+
+class FakeHost:
+    """One engine after the other; the incident of a dead one is known once it has been replaced."""
+
+    def __init__(self, root: Path) -> None:
+        self.budget = InFlight(2 * TOKENS)
+        self.blamed: list[str] = []
+        self._root = root
+        self._engines = [FakeEngine(root / "0")]
+        self._one_at_a_time = asyncio.Lock()
+
+    @asynccontextmanager
+    async def use(self, model: str) -> AsyncIterator[FakeEngine]:
+        yield self._engines[-1]
+
+    async def ensure(self, facts: object) -> None:
+        async with self._one_at_a_time:
+            if not self._engines[-1].alive:
+                await asyncio.sleep(FORWARD_S)
+                self._engines.append(FakeEngine(self._root / str(len(self._engines))))
+
+    async def blame_row(self, engine: FakeEngine) -> str | None:
+        if engine is self._engines[-1]:
+            return None
+        self.blamed.append(f"inc_{engine.directory.name}")
+        return self.blamed[-1]
+
+
+def _shard(host: FakeHost, task: str, tmp_path: Path) -> ShardPrefill:
+    held = HeldLease(shard_lease(task=task, lease_seconds=600), "wrk_a", time.monotonic() + 600)
+    layout = ShardLayout.of([TOKENS] * ROWS, [1], 8, "BF16", True)
+    rows = [np.zeros(TOKENS, dtype=np.int32)] * ROWS
+    keeper, facts = SimpleNamespace(phase=lambda *args: None), SimpleNamespace(name="m")
+    return ShardPrefill(
+        cast(Any, host), cast(Any, keeper), cast(Any, facts), held, layout, tmp_path / task, rows, restart_seconds=1.0
+    )
+
+
+def test_a_row_whose_trial_began_on_an_engine_just_killed_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", FORWARD_S)
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        both = [_shard(host, task, tmp_path) for task in ("task_a", "task_b")]
+        guilty, innocent = await asyncio.wait_for(asyncio.gather(*(shard.run() for shard in both)), 60)
+        assert innocent == {}
+        assert list(guilty) == [3]
+        (incident,) = host.blamed
+        assert guilty[3].code == "kills_engine"
+        assert incident in guilty[3].reason
+
+    asyncio.run(scenario())
