@@ -1,8 +1,8 @@
 """One run on a GPU: plain prefill beside extraction, and what people do without Layertap.
 
 `python -m benchmarks.h200 --work DIR --out FILE.json [--shape S …] [--engine-arg=--flag=value …]`. Prints a table and
-writes rows of `shape`, `rows`, `way`, `tokens_per_s`. Ways are interleaved within each mix of rows, `repeats` times
-each.
+writes rows of `shape`, `rows`, `way`, `tokens_per_s`. Plain prefill and extraction take turns within each mix of rows,
+`--repeats` times each, on one engine.
 """
 
 import argparse
@@ -10,32 +10,37 @@ import asyncio
 import json
 import os
 import shutil
-import statistics
 import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200 import naive, shapes
-from benchmarks.h200.local import extract, plain
+from benchmarks.h200 import hugging_face, naive, shapes
+from benchmarks.h200.local import Extracted, extract, plain
+from benchmarks.h200.memory import watched
+from benchmarks.h200.results import Results
 from worker.engine.engine import Engine
 from worker.engine.spec import EngineSpec
-from worker.inflight import InFlight
 from worker.models import engine_version
 
 CHUNK = 8192
 LAUNCH_SECONDS = 400
-TOKENS = {"256": 524_288, "2048": 524_288, "16384": 524_288, "sharegpt": 524_288}
+TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 22, "moe-30b-a3b": 1 << 20}
+"""Tokens of one repetition: half a minute of plain prefill or so."""
+OTHER_TOKENS = 1 << 16
+"""Tokens for the ways that are ten times slower."""
+WINDOW_S = 30.0
 
 
 @asynccontextmanager
 async def serving(shape: str, work: Path, extra: list[str]) -> AsyncIterator[Engine]:
     """An engine of that shape with random weights; ended at the end."""
     spec = EngineSpec(
-        model_path=str(shapes.write(shape, work / shape)), dtype="BF16", device="cuda", tensor_parallel=1,
-        chunked_prefill_size=CHUNK, max_total_tokens=0, pool_bytes=4 << 30, engine_version=engine_version(),
+        model_path=str(shapes.write(shape, work / shape)), dtype="BF16", device="cuda",
+        chunked_prefill_size=CHUNK, engine_version=engine_version(),
         extra_args=("--load-format=dummy", "--max-prefill-tokens=16384", *extra),
     )  # fmt: skip
     engine = Engine(spec, work / f"engine-{shape}", prefill_timeout=300)
@@ -48,105 +53,122 @@ async def serving(shape: str, work: Path, extra: list[str]) -> AsyncIterator[Eng
         await engine.stop()
 
 
-class Results:
-    """The rows measured so far, written out after each."""
-
-    def __init__(self, out: Path, facts: dict[str, Any]) -> None:
-        self._out = out
-        self._facts = facts
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, shape: str, mix: str, way: str, tokens: int, seconds: list[float], nbytes: int = 0) -> None:
-        """One way's repetitions; the median counts."""
-        median = statistics.median(seconds)
-        row = {
-            "shape": shape, "rows": mix, "way": way, "tokens_per_s": round(tokens / median), "tokens": tokens,
-            "seconds": [round(s, 3) for s in seconds], "mb_per_s": round(nbytes / median / 1e6),
-        }  # fmt: skip
-        self.rows.append(row)
-        self._out.write_text(json.dumps({"machine": self._facts, "results": self.rows}, indent=1) + "\n")
-        print(
-            f"{shape:<12} {mix:>9}  {way:<28} {row['tokens_per_s']:>8,} tokens/s {row['mb_per_s']:>6,} MB/s", flush=True
-        )
-
-
-async def measure_shape(shape: str, mixes: list[str], repeats: int, work: Path, extra: list[str], out: Results) -> None:
+async def measure_shape(
+    shape: str, mixes: list[str], repeats: int, work: Path, extra: list[str], out: Results, endure: float
+) -> None:
     """Plain prefill against extraction of three boundaries and of all, on one engine."""
     async with serving(shape, work, extra) as engine:
         depth = engine.reports[0].num_layers
         three, every = [2, depth // 2, depth - 3], list(range(depth + 1))
-        budget = InFlight(6 * CHUNK)
-        storage = work / "storage"
         warm = shapes.rows(shapes.lengths("sharegpt", 60_000))
-        await plain(engine, budget, warm, CHUNK, {})
-        await once(engine, budget, warm, three, storage)
+        await plain(engine, warm, CHUNK)
+        await once(engine, warm, three, work)
         for mix in mixes:
-            rows = shapes.rows(shapes.lengths(mix, TOKENS[mix]))
+            rows = shapes.rows(shapes.lengths(mix, TOKENS[shape]))
             tokens = sum(map(len, rows))
-            plains, threes, nbytes = [], [], 0
+            plains, threes, done = [], [], Extracted()
             for _ in range(repeats):
-                plains.append(await plain(engine, budget, rows, CHUNK, {}))
-                seconds, nbytes = await once(engine, budget, rows, three, storage)
-                threes.append(seconds)
+                plains.append(await plain(engine, rows, CHUNK))
+                done = await once(engine, rows, three, work)
+                threes.append(done.seconds)
             out.add(shape, mix, "plain prefill", tokens, plains)
-            out.add(shape, mix, "extract 3 + final", tokens, threes, nbytes)
+            out.add(shape, mix, "extract 3 + final", tokens, threes, done.nbytes)
             if mix == "2048":
-                few = rows[:16]
-                seconds, nbytes = await once(engine, budget, few, every, storage)
-                out.add(shape, mix, f"extract all {depth + 1} + final", sum(map(len, few)), [seconds], nbytes)
+                done = await once(engine, rows[: OTHER_TOKENS * 4 // 2048], every, work)
+                out.add(shape, mix, f"extract all {depth + 1} + final", done.tokens, [done.seconds], done.nbytes)
+        if endure:
+            await measure_endurance(engine, shape, three, work, endure, out)
 
 
-async def once(
-    engine: Engine, budget: InFlight, rows: list[Any], layers: list[int], storage: Path
-) -> tuple[float, int]:
+async def measure_endurance(
+    engine: Engine, shape: str, layers: list[int], work: Path, seconds: float, out: Results
+) -> None:
+    """Extraction without a pause for that long, plain prefill before and after it, and the memory meanwhile."""
+    rows = shapes.rows(shapes.lengths("2048", TOKENS[shape]))
+    tokens = sum(map(len, rows))
+    plains = [await plain(engine, rows, CHUNK)]
+    async with watched(engine, 5.0) as looks:
+        done = await once(engine, rows, layers, work, seconds)
+    plains.append(await plain(engine, rows, CHUNK))
+    out.add(shape, "2048", "plain prefill, before and after", tokens, plains)
+    out.add(shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", done.tokens, [done.seconds], done.nbytes)
+    windows = [0] * (int(done.seconds / WINDOW_S) + 1)
+    for when, written in done.commits:
+        windows[int(when / WINDOW_S)] += written
+    out.endured(
+        shape=shape, seconds=round(done.seconds, 1), tokens=done.tokens, nbytes=done.nbytes, shards=len(done.commits),
+        tokens_per_s_by_window=[round(window / WINDOW_S) for window in windows[:-1]], window_s=WINDOW_S,
+        looks=looks, looks_are=["s", "GPU MiB", "resident MiB", "GPU % busy"],
+    )  # fmt: skip
+
+
+async def once(engine: Engine, rows: list[Any], layers: list[int], work: Path, at_least: float = 0.0) -> Extracted:
     """One extraction into an empty storage, which is emptied again."""
+    storage = work / "storage"
     os.makedirs(storage)
     try:
-        return await extract(engine, budget, rows, layers, storage)
+        return await extract(engine, rows, CHUNK, layers, storage, at_least)
     finally:
         shutil.rmtree(storage)
 
 
 async def measure_others(shape: str, work: Path, extra: list[str], out: Results) -> None:
-    """`torch.save` in the forward, and SGLang's own `return_hidden_states` (last layer only)."""
+    """`torch.save` in the forward, and SGLang's own `return_hidden_states` (last layer only), on one engine."""
     site, saved = work / "site", work / "saved"
     naive.install(site)
     os.makedirs(saved, exist_ok=True)
-    added = {
-        "LAYERTAP_BENCH_NAIVE_DIR": str(saved),
-        "SGLANG_PLUGINS": naive.ENTRY_POINT,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.getcwd(), os.environ.get("PYTHONPATH")])),
-    }
-    rows = shapes.rows(shapes.lengths("2048", 65_536))
+    rows = shapes.rows(shapes.lengths("2048", OTHER_TOKENS))
+    with _environment(
+        {
+            naive.FOLDER_VARIABLE: str(saved),
+            "SGLANG_PLUGINS": naive.ENTRY_POINT,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.getcwd(), os.environ.get("PYTHONPATH")])),
+        }
+    ):
+        async with serving(shape, work, [*extra, "--enable-return-hidden-states"]) as engine:
+            await plain(engine, rows[:8], CHUNK)
+            naive.switch(saved).touch()
+            seconds = [await plain(engine, rows, CHUNK) for _ in range(2)]
+            out.add(shape, "2048", "torch.save in the forward", OTHER_TOKENS, seconds)
+            naive.switch(saved).unlink()
+            few = rows[:8]
+            seconds = [await plain(engine, few, CHUNK, {"return_hidden_states": True})]
+            out.add(shape, "2048", "SGLang return_hidden_states", sum(map(len, few)), seconds)
+    shutil.rmtree(saved)
+
+
+def measure_hugging_face(shape: str, work: Path, out: Results) -> None:
+    """`output_hidden_states` of the same shape, four rows of 2,048 tokens at a time, saved by safetensors."""
+    argv = [sys.executable, "-m", hugging_face.__name__, str(shapes.write(shape, work / shape)), str(work / "hf"), "8"]
+    run = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=300)
+    if run.returncode:
+        print(f"{shape}: Hugging Face did not run: {run.stderr[-2000:]}", flush=True)
+        return
+    found = json.loads(run.stdout.splitlines()[-1])
+    (work / "hf").unlink()
+    out.add(shape, "2048", "Hugging Face output_hidden_states", found["tokens"], [found["seconds"]], found["bytes"])
+
+
+@contextmanager
+def _environment(added: dict[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(added)
     try:
-        async with serving(shape, work, extra) as engine:
-            budget = InFlight(6 * CHUNK)
-            await plain(engine, budget, rows[:8], CHUNK, {})
-            seconds = [await plain(engine, budget, rows, CHUNK, {}) for _ in range(2)]
-            out.add(shape, "2048", "torch.save in the forward", sum(map(len, rows)), seconds)
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-        shutil.rmtree(saved)
-    async with serving(shape, work, [*extra, "--enable-return-hidden-states"]) as engine:
-        budget = InFlight(6 * CHUNK)
-        few = rows[:8]
-        await plain(engine, budget, few, CHUNK, {})
-        seconds = [await plain(engine, budget, few, CHUNK, {"return_hidden_states": True})]
-        out.add(shape, "2048", "SGLang return_hidden_states", sum(map(len, few)), seconds)
 
 
-def disk_mb_per_s(folder: Path) -> int:
-    """What `dd` with fdatasync writes to the same disk, in MB/s."""
+def disk_mb_per_s(folder: Path, *flags: str) -> int | None:
+    """What `dd` writes there, in MB/s, to the end of its fdatasync; None where the file system takes no such flags."""
     file = folder / "dd"
     began = time.monotonic()
-    argv = ["dd", "if=/dev/zero", f"of={file}", "bs=8M", "count=1024", "conv=fdatasync"]
-    subprocess.run(argv, check=True, capture_output=True, timeout=120)
+    argv = ["dd", "if=/dev/zero", f"of={file}", "bs=8M", "count=1024", "conv=fdatasync", *flags]
+    run = subprocess.run(argv, check=False, capture_output=True, timeout=120)
     seconds = time.monotonic() - began
-    file.unlink()
-    return round(1024 * 8 * 1.048576 / seconds)
+    file.unlink(missing_ok=True)
+    return None if run.returncode else round(1024 * 8 * 1.048576 / seconds)
 
 
 def main() -> None:
@@ -155,10 +177,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", action="append", choices=sorted(shapes.SHAPES))
-    parser.add_argument("--mix", action="append", choices=sorted(TOKENS))
+    parser.add_argument("--mix", action="append", choices=["256", "2048", "16384", "sharegpt"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--endure", type=float, default=0, help="seconds of the first shape's long run")
     parser.add_argument("--engine-arg", action="append", default=[])
-    parser.add_argument("--no-others", action="store_true")
+    parser.add_argument("--no-others", action="store_true", help="Layertap and plain prefill alone")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -166,16 +189,18 @@ def main() -> None:
 
     facts = {
         "gpu": torch.cuda.get_device_name(), "engine": f"SGLang {engine_version()}", "torch": torch.__version__,
-        "cpus": os.cpu_count(), "dd_mb_per_s": disk_mb_per_s(work), "chunk": CHUNK,
+        "cpus": os.cpu_count(), "chunk": CHUNK, "dd_mb_per_s": disk_mb_per_s(work),
+        "dd_direct_mb_per_s": disk_mb_per_s(work, "oflag=direct"),
     }  # fmt: skip
     print(json.dumps(facts), flush=True)
     out = Results(arguments.out, facts)
-    chosen = arguments.shape or list(shapes.SHAPES)
-    for shape in chosen:
-        mixes = arguments.mix or list(TOKENS)
-        asyncio.run(measure_shape(shape, mixes, arguments.repeats, work, arguments.engine_arg, out))
-    if not arguments.no_others:
-        asyncio.run(measure_others(chosen[0], work, arguments.engine_arg, out))
+    mixes = arguments.mix or ["256", "2048", "16384", "sharegpt"]
+    for index, shape in enumerate(arguments.shape or list(shapes.SHAPES)):
+        endure = arguments.endure if index == 0 else 0.0
+        asyncio.run(measure_shape(shape, mixes, arguments.repeats, work, arguments.engine_arg, out, endure))
+        if not arguments.no_others:
+            asyncio.run(measure_others(shape, work, arguments.engine_arg, out))
+            measure_hugging_face(shape, work, out)
 
 
 if __name__ == "__main__":

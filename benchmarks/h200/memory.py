@@ -1,0 +1,37 @@
+"""What engine and benchmark hold while a run goes on: GPU memory, and the resident memory of every process."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from worker.engine.engine import Engine
+from worker.watchdog.observe import engine_processes, gpu_use, look
+
+Look = tuple[float, int, int, int]
+"""Seconds since the beginning, MiB in use on the GPU, MiB resident in all processes, per cent that the GPU is busy."""
+
+
+@asynccontextmanager
+async def watched(engine: Engine, every: float) -> AsyncIterator[list[Look]]:
+    """A list that grows by one look each `every` seconds while the block runs."""
+    looks: list[Look] = []
+    watching = asyncio.create_task(_watch(engine, every, looks))
+    try:
+        yield looks
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+async def _watch(engine: Engine, every: float, looks: list[Look]) -> None:
+    began = time.monotonic()
+    while True:
+        gpu = await asyncio.to_thread(gpu_use)
+        seen = [*await asyncio.to_thread(engine_processes, engine.directory, engine.pid), look(os.getpid())]
+        resident = sum(process.rss_bytes for process in seen if process is not None)
+        used, busy = (0, 0) if gpu is None else (gpu.bytes_used, gpu.busy or 0)
+        looks.append((round(time.monotonic() - began, 1), used >> 20, resident >> 20, busy))
+        await asyncio.sleep(every)
