@@ -51,6 +51,8 @@ class Extraction:
     facts: ModelFacts
     storage: Path
     restart_seconds: float
+    layouts: asyncio.Lock
+    """One layout at a time: where reserving space takes long, the first shard is ready the sooner."""
 
     async def run(self, held: HeldLease) -> None:
         """Extracts and commits the shard of a lease.
@@ -65,7 +67,9 @@ class Extraction:
         wanted = range(spec.first_row, spec.first_row + spec.rows)
         rows, ids = await asyncio.to_thread(_load_rows, tokens, wanted)
         layout = self._layout(lease, spec, tokens.lengths[wanted.start : wanted.stop].tolist())
-        partial = await asyncio.to_thread(shard_writer.lay_out, final, layout, rows)
+        async with self.layouts:
+            self.keeper.phase(held, "layout", LAYOUT_SECONDS)
+            partial = await asyncio.to_thread(shard_writer.lay_out, final, layout, rows)
         try:
             work = ShardPrefill(self.host, self.keeper, self.facts, held, layout, partial, ids, self.restart_seconds)
             failures = await work.run()

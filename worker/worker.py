@@ -70,6 +70,7 @@ class Worker:
             settings, device, chunk, self.id, self._report_incident, lambda: list(self._keeper.held)
         )
         self._stopping = asyncio.Event()
+        self._layouts = asyncio.Lock()
         self._waiting_for_space = 0
 
     def stop(self) -> None:
@@ -281,7 +282,13 @@ class Worker:
     async def _extract(self, held: HeldLease) -> None:
         facts = self._models[held.lease.model]
         extraction = Extraction(
-            self._api, self._keeper, self._host, facts, self._storage, self._settings.launch_timeout
+            self._api,
+            self._keeper,
+            self._host,
+            facts,
+            self._storage,
+            self._settings.launch_timeout,
+            self._layouts,
         )
         await extraction.run(held)
 

@@ -28,8 +28,8 @@ from worker.models import engine_version
 
 CHUNK = 8192
 LAUNCH_SECONDS = 400
-TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 22, "moe-30b-a3b": 1 << 20}
-"""Tokens of one repetition: half a minute of plain prefill or so."""
+TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 21, "moe-30b-a3b": 1 << 19}
+"""Tokens of one repetition: ten to thirty seconds of plain prefill."""
 OTHER_TOKENS = 1 << 16
 """Tokens for the ways that are ten times slower."""
 WINDOW_S = 30.0
@@ -72,10 +72,18 @@ async def measure_shape(
                 done = await once(engine, rows, three, work)
                 threes.append(done.seconds)
             out.add(shape, mix, "plain prefill", tokens, plains)
-            out.add(shape, mix, "extract 3 + final", tokens, threes, done.nbytes)
+            out.add(shape, mix, "extract 3 + final", tokens, threes, done.nbytes, done.steady)
             if mix == "2048":
                 done = await once(engine, rows[: OTHER_TOKENS * 4 // 2048], every, work)
-                out.add(shape, mix, f"extract all {depth + 1} + final", done.tokens, [done.seconds], done.nbytes)
+                out.add(
+                    shape,
+                    mix,
+                    f"extract all {depth + 1} + final",
+                    done.tokens,
+                    [done.seconds],
+                    done.nbytes,
+                    done.steady,
+                )
         if endure:
             await measure_endurance(engine, shape, three, work, endure, out)
 
@@ -91,7 +99,9 @@ async def measure_endurance(
         done = await once(engine, rows, layers, work, seconds)
     plains.append(await plain(engine, rows, CHUNK))
     out.add(shape, "2048", "plain prefill, before and after", tokens, plains)
-    out.add(shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", done.tokens, [done.seconds], done.nbytes)
+    out.add(
+        shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", done.tokens, [done.seconds], done.nbytes, done.steady
+    )
     windows = [0] * (int(done.seconds / WINDOW_S) + 1)
     for when, written in done.commits:
         windows[int(when / WINDOW_S)] += written

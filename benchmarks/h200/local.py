@@ -48,6 +48,14 @@ class Extracted:
     nbytes: int = 0
     commits: list[tuple[float, int]] = field(default_factory=list)
 
+    @property
+    def steady(self) -> float | None:
+        """Tokens a second from the first commit to the last, which leaves out what nothing overlaps: the first layouts
+        and the last seal, seconds of any job. None for fewer than ten shards."""
+        if len(self.commits) < 10:
+            return None
+        return sum(tokens for _, tokens in self.commits[1:]) / (self.commits[-1][0] - self.commits[0][0])
+
 
 class _Service:
     """Takes commits and consumes the shards; nothing else is asked of it."""
@@ -115,7 +123,9 @@ async def extract(
     service = _Service(storage)
     keeper = SimpleNamespace(phase=lambda *args, **kwargs: None)
     host = _Host(engine, in_flight(chunk))
-    extraction = Extraction(cast(Any, service), cast(Any, keeper), cast(Any, host), _facts(engine), storage, 1.0)
+    extraction = Extraction(
+        cast(Any, service), cast(Any, keeper), cast(Any, host), _facts(engine), storage, 1.0, asyncio.Lock()
+    )
     shards = list(_shards(rows, per_token))
     leases = _leases(shards, layers, service.began + at_least)
 

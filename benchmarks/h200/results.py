@@ -14,17 +14,33 @@ class Results:
         self._out = out
         self._found: dict[str, Any] = {"machine": facts, "results": []}
 
-    def add(self, shape: str, mix: str, way: str, tokens: int, seconds: Sequence[float], nbytes: int = 0) -> None:
-        """One way's repetitions, of `tokens` tokens and `nbytes` bytes each; the median of their seconds counts."""
+    def add(
+        self,
+        shape: str,
+        mix: str,
+        way: str,
+        tokens: int,
+        seconds: Sequence[float],
+        nbytes: int = 0,
+        steady: float | None = None,
+    ) -> None:
+        """One way's repetitions, of `tokens` tokens and `nbytes` bytes each; the median of their seconds counts.
+
+        `steady` is the rate without the ends of a run, in tokens a second.
+        """
         median = statistics.median(seconds)
         row = {
             "shape": shape, "rows": mix, "way": way, "tokens_per_s": round(tokens / median), "tokens": tokens,
             "seconds": [round(s, 3) for s in seconds], "mb_per_s": round(nbytes / median / 1e6),
         }  # fmt: skip
+        if steady is not None:
+            row["steady_tokens_per_s"] = round(steady)
         self._found["results"].append(row)
         self._write()
         print(
-            f"{shape:<12} {mix:>9}  {way:<32} {row['tokens_per_s']:>8,} tokens/s {row['mb_per_s']:>6,} MB/s", flush=True
+            f"{shape:<12} {mix:>9}  {way:<32} {row['tokens_per_s']:>8,} tokens/s {row['mb_per_s']:>6,} MB/s"
+            + ("" if steady is None else f"  steady {steady:>8,.0f} tokens/s"),
+            flush=True,
         )
 
     def endured(self, **figures: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fixtures_service_process import until
 
+from worker.capture import written_file
 from worker.capture.addressing import Piece
 from worker.capture.host_copy import Copier, rows_finite
 from worker.capture.rid import Rid, mask
@@ -69,24 +70,49 @@ def test_rows_and_chunks_land_at_their_places(tmp_path: Path) -> None:
     assert bench.ledger.progress() == (2, 8)
 
 
-def test_a_run_in_many_slices_lands_at_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.capture.writer._SLICE_BYTES", 10)
+def test_rows_that_are_adjacent_in_batch_and_file_are_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[int] = []
+    write = written_file.pwrite_all
+    monkeypatch.setattr(
+        written_file, "pwrite_all", lambda fd, data, offset: (writes.append(len(data)), write(fd, data, offset))
+    )
     bench = Bench(tmp_path)
     states, final = _states(8)
     bench.submit([_piece(0, 0, 3, 0), _piece(1, 3, 5, 0)], states, final)
     hidden, finals = bench.written()
+    assert writes == [8 * 2 * H * 2, 8 * H * 2]
     assert torch.equal(hidden, torch.stack(states, 1))
     assert torch.equal(finals, final)
     assert bench.ledger.progress() == (2, 8)
 
 
-def test_a_full_disk_under_many_slices_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.capture.writer._SLICE_BYTES", 10)
-    bench = Bench(tmp_path, file=Path("/dev/full"))
-    bench.submit([_piece(0, 0, 3, 0), _piece(1, 3, 5, 0)], *_states(8))
-    bench.writer.stop()
-    assert bench.ledger.errno == errno.ENOSPC
-    assert bench.ledger.written.tolist() == [0, 0]
+def test_rows_in_another_order_than_in_the_file_land_at_their_places(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    states, final = _states(8)
+    bench.submit([_piece(1, 0, 5, 0), _piece(0, 5, 3, 0)], states, final)
+    hidden, finals = bench.written()
+    order = [5, 6, 7, 0, 1, 2, 3, 4]
+    assert torch.equal(hidden, torch.stack(states, 1)[order])
+    assert torch.equal(finals, final[order])
+    assert bench.ledger.progress() == (2, 8)
+
+
+def test_one_run_fills_the_files_of_several_sessions(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(4 * 3 * H * 2))
+    ledger = Ledger.create(sessions_dir(tmp_path) / "task_B.1.ledger", [4])
+    publish(tmp_path, "task_B.1", Session(str(other), str(ledger.path), 0, 2 * H * 2, 4 * 2 * H * 2, H * 2))
+    states, final = _states(7)
+    bench.submit([_piece(0, 0, 3, 0), Piece(Rid(mask(BOUNDARIES), True, "task_B", 1, 0, 0), 3, 4, 0)], states, final)
+    hidden, _ = bench.written()
+    raw = torch.frombuffer(bytearray(other.read_bytes()), dtype=torch.bfloat16)
+    assert torch.equal(hidden[:3], torch.stack(states, 1)[:3])
+    assert torch.equal(raw[: 4 * 2 * H].view(4, 2, H), torch.stack(states, 1)[3:])
+    assert torch.equal(raw[4 * 2 * H :].view(4, H), final[3:])
+    assert ledger.progress() == (1, 4)
 
 
 def test_a_gap_is_not_counted(tmp_path: Path) -> None:

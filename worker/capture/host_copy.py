@@ -78,7 +78,7 @@ class Copier:
         return HostCopy(hidden, final_host[0] if final_host else None, finite, event, slot)
 
     def release(self, copy: HostCopy) -> None:
-        """Gives the copy's pinned memory back, oldest copy first; its tensors must not be read after."""
+        """Gives the copy's pinned memory back; its tensors must not be read after."""
         if self.ring is not None and copy.slot is not None:
             self.ring.give(copy.slot)
             copy.slot = None

@@ -1,31 +1,34 @@
-"""Pinned host memory with a bound: one block, taken in order and given back in the same order.
+"""Pinned host memory with a bound: one block, taken in order and free again in the same order.
 
 Pinning stops the device while it lasts, so it is done once, in one block. A ring has no fragments, and whoever waits
 for room waits for the oldest copy to be written and for nothing else.
 """
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slot:
-    """`memory`, uint8 [nbytes], is in use until the ring's position `end` is given back."""
+    """`memory`, uint8 [nbytes], and the ring's position after it."""
 
     memory: torch.Tensor
     end: int
+    given_back: bool = False
 
 
 class PinnedRing:
-    """A ring over `block`, uint8 [size]. One thread takes, another gives back."""
+    """A ring over `block`, uint8 [size]. One thread takes, any gives back."""
 
     def __init__(self, block: torch.Tensor) -> None:
         self.size = block.numel()
         self._block = block
         self._head = self._tail = 0
         """Positions of the next slot and of the oldest that is out, counted from where the ring was last empty."""
+        self._out: deque[Slot] = deque()
         self._changed = threading.Condition()
 
     @property
@@ -46,13 +49,17 @@ class PinnedRing:
             begin = self._begin(nbytes)
             self._head = begin + nbytes
             place = begin % self.size
-            return Slot(self._block[place : place + nbytes], self._head)
+            slot = Slot(self._block[place : place + nbytes], self._head)
+            self._out.append(slot)
+            return slot
 
     def give(self, slot: Slot) -> None:
-        """Takes the oldest slot that is out back, and no other."""
+        """Takes a slot back. Its room is free once all that were taken before it are back, too."""
         with self._changed:
-            self._tail = slot.end
-            if self._tail == self._head:
+            slot.given_back = True
+            while self._out and self._out[0].given_back:
+                self._tail = self._out.popleft().end
+            if not self._out:
                 # From the start again, or a slot nearly as large as the ring might never fit.
                 self._head = self._tail = 0
             self._changed.notify_all()
