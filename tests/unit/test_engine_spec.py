@@ -43,6 +43,7 @@ def test_nothing_hides_a_token_from_the_capture() -> None:
     assert gpu[gpu.index("--cuda-graph-backend-prefill") + 1] == "disabled"
     older = command(replace(SPEC, device="cuda", engine_version="0.5.16"), 1, "key", PATCHED)
     assert "--cuda-graph-backend-prefill" not in older
+    assert {"--disable-cuda-graph", "--enforce-disable-flashinfer-allreduce-fusion"} <= set(older)
 
 
 def test_an_operators_argument_comes_last_and_wins() -> None:

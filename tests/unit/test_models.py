@@ -67,6 +67,24 @@ def test_a_multimodal_wrapper_is_read_by_its_text_config(tmp_path: Path) -> None
     assert (found.num_layers, found.hidden_size, found.pins.dtype) == (4, 64, "F16")
 
 
+def test_kimi_k2_5_is_read_by_its_text_config(tmp_path: Path) -> None:
+    text = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "vocab_size": 163840,
+        "max_position_embeddings": 262144,
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "compressed-tensors"},
+    }
+    vision = {"vt_num_hidden_layers": 27, "vt_hidden_size": 1152, "text_hidden_size": 7168}
+    wrapper = {"model_type": "kimi_k25", "text_config": text, "vision_config": vision, "dtype": "bfloat16"}
+    found = facts(model_folder(tmp_path / "m", wrapper))
+    assert (found.num_layers, found.hidden_size, found.vocab_size, found.pins.dtype) == (61, 7168, 163840, "BF16")
+    assert found.max_row_tokens == 262144 - 7
+
+
 def test_the_dtype_is_taken_from_the_weights_where_the_config_is_silent(tmp_path: Path) -> None:
     silent = {key: value for key, value in CONFIG.items() if key != "dtype"}
     assert facts(model_folder(tmp_path / "m", silent)).pins.dtype == "F16"

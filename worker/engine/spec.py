@@ -110,9 +110,11 @@ def command(spec: EngineSpec, port: int, api_key: str, applied: Applied) -> list
         switches.append("--sleep-on-idle")
     else:
         switches.append("--disable-cuda-graph")
-        if version_tuple(spec.engine_version) >= (0, 5, 22):
-            flags["--cuda-graph-backend-prefill"] = "disabled"
+        version = version_tuple(spec.engine_version)
+        if version >= (0, 5, 16):
             switches.append("--enforce-disable-flashinfer-allreduce-fusion")
+        if version >= (0, 5, 22):
+            flags["--cuda-graph-backend-prefill"] = "disabled"
     words = [word for pair in flags.items() for word in pair]
     return [sys.executable, "-m", "sglang.launch_server", *words, *switches, *spec.extra_args, *applied.arguments]
 
