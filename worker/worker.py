@@ -30,8 +30,8 @@ from layertap.schemas.workers import ModelFacts, WorkerRegister
 from layertap.storage_paths import NONCE_FILE
 from worker.engine.host import EngineHost, EngineUnavailableError
 from worker.extract import LAYOUT_SECONDS, Extraction
+from worker.in_hand import shard_lanes
 from worker.leases import HeldLease, LeaseKeeper
-from worker.pace import shard_lanes
 from worker.plan.plan import PlanError
 from worker.plan_task import QUIET_SECONDS, run_plan
 from worker.prefill import StorageWriteError

@@ -23,9 +23,9 @@ from layertap.schemas.tasks import Lease, ShardCommit, ShardSpec, TaskKind
 from layertap.schemas.workers import ModelFacts
 from worker.engine.engine import Engine
 from worker.extract import Extraction
+from worker.in_hand import inflight_tokens, shard_lanes
 from worker.inflight import InFlight
 from worker.leases import HeldLease
-from worker.pace import inflight_tokens, shard_lanes
 from worker.plan.tokens import TokenRowsWriter
 from worker.prefill import batches
 

@@ -18,8 +18,8 @@ from worker.engine.engine import Engine, EngineStopError
 from worker.engine.self_check import check, check_unpatched
 from worker.engine.spec import EngineSpec, Strategy
 from worker.engine.warm_up import warm_up
+from worker.in_hand import inflight_tokens
 from worker.inflight import InFlight
-from worker.pace import inflight_tokens
 from worker.patch.choice import choose, offers
 from worker.patch.package import find_package
 from worker.settings import Settings
