@@ -15,6 +15,7 @@ import torch
 
 from worker.capture import addressing, scattered
 from worker.capture.addressing import Piece
+from worker.capture.counters import Counters
 from worker.capture.head import Head
 from worker.capture.host_copy import Copier
 from worker.capture.installed import ENGINE_DIR_VARIABLE, active, show_stacks_on_signal
@@ -88,8 +89,9 @@ class _Sink:
         self._run_dir = run_dir
         pool_bytes = int(os.environ[POOL_VARIABLE])
         self._device = torch.device(runner.device)
-        self._copier = Copier(self._device, pool_bytes)
-        self._writer = Writer(run_dir, self._copier)
+        counters = Counters.create(run_dir)
+        self._copier = Copier(self._device, pool_bytes, counters)
+        self._writer = Writer(run_dir, self._copier, counters)
         self._writer.start()
 
     def states(

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from worker.capture.counters import Counters
+
 _ALIGN = 4096
 _SMALLEST = 1 << 16
 
@@ -44,8 +46,10 @@ class PinnedPool:
     A copy takes one buffer for all it holds: one that took several could wait for room that it occupies itself.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, counters: Counters) -> None:
         self.limit = limit
+        self._counters = counters
+        self._out = 0
         self._used = 0
         self._free: dict[int, deque[torch.Tensor]] = {}
         self._changed = threading.Condition()
@@ -54,12 +58,11 @@ class PinnedPool:
         """A pinned uint8 buffer of at least `nbytes`. Raises `TimeoutError` when none is given back in time."""
         size = _size_class(nbytes)
         with self._changed:
-            kept = self._free.get(size)
-            if kept:
-                return kept.pop()
-            fits = self._changed.wait_for(lambda: self._make_room(size) or bool(self._free.get(size)), timeout)
+            with self._counters.waiting():
+                fits = self._changed.wait_for(lambda: bool(self._free.get(size)) or self._make_room(size), timeout)
             if not fits:
                 raise TimeoutError(f"no pinned buffer of {size} bytes within {timeout:.0f} s: the writer is stuck")
+            self._count(size)
             kept = self._free.get(size)
             if kept:
                 return kept.pop()
@@ -70,7 +73,12 @@ class PinnedPool:
         """Takes a buffer back."""
         with self._changed:
             self._free.setdefault(buffer.numel(), deque()).append(buffer)
+            self._count(-buffer.numel())
             self._changed.notify_all()
+
+    def _count(self, nbytes: int) -> None:
+        self._out += nbytes
+        self._counters.pinned(self._out, self.limit)
 
     def _make_room(self, size: int) -> bool:
         # One buffer may exceed the limit when nothing else is out: a row must never wait for room that cannot come.
@@ -86,9 +94,9 @@ class PinnedPool:
 class Copier:
     """Copies states to the host. On a CPU engine the host is where they are, and the copy is a gather."""
 
-    def __init__(self, device: torch.device, pool_bytes: int) -> None:
+    def __init__(self, device: torch.device, pool_bytes: int, counters: Counters) -> None:
         self._cuda = device.type == "cuda"
-        self._pool = PinnedPool(pool_bytes) if self._cuda else None
+        self._pool = PinnedPool(pool_bytes, counters) if self._cuda else None
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
 
     def copy(self, states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from worker.capture.addressing import Piece
+from worker.capture.counters import Counters
 from worker.capture.files import pwrite_all
 from worker.capture.host_copy import Copier, HostCopy
 from worker.capture.session import Ledger, Session, load
@@ -40,9 +41,10 @@ class _Open:
 class Writer:
     """Owns the writer thread and the open shard files of one engine."""
 
-    def __init__(self, run_dir: Path, copier: Copier) -> None:
+    def __init__(self, run_dir: Path, copier: Copier, counters: Counters) -> None:
         self._run_dir = run_dir
         self._copier = copier
+        self._counters = counters
         self._queue: queue.Queue[tuple[list[Piece], HostCopy] | None] = queue.Queue(_QUEUE_LIMIT)
         self._open: dict[str, _Open] = {}
         self._thread = threading.Thread(target=self._run, name="layertap-writer", daemon=True)
@@ -53,7 +55,9 @@ class Writer:
 
     def submit(self, run: list[Piece], copy: HostCopy) -> None:
         """Queues the states of a run of adjacent pieces. Raises `queue.Full` if no room is made for minutes."""
-        self._queue.put((run, copy), timeout=_PUT_TIMEOUT_S)
+        with self._counters.waiting():
+            self._queue.put((run, copy), timeout=_PUT_TIMEOUT_S)
+        self._counters.submitted()
 
     def stop(self, timeout: float = 60.0) -> None:
         """Writes what is queued and ends the thread."""
@@ -65,12 +69,14 @@ class Writer:
             run, copy = item
             try:
                 copy.wait()
-                self._write_run(run, copy)
+                with self._counters.writing():
+                    self._write_run(run, copy)
             except Exception:
                 # The ledger shows these rows unwritten, which the worker acts on; the next run may still succeed.
                 logger.exception("layertap: a run of %d pieces was not written", len(run))
             finally:
                 self._copier.release(copy)
+                self._counters.finished()
                 self._close_ended()
         for opened in self._open.values():
             os.close(opened.fd)
@@ -104,6 +110,7 @@ class Writer:
             offset, nbytes = start + token * width, piece.count * width
             pwrite_all(opened.fd, data[begin * width : begin * width + nbytes], offset)
             _start_write_back(opened.fd, offset, nbytes)
+        self._counters.wrote(piece.count, sum(piece.count * width for _, _, width in places))
 
     def _account(self, ledger: Ledger, piece: Piece, finite: torch.Tensor) -> None:
         row, bad = piece.rid.row, int(piece.count - finite.sum())
