@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
+from layertap.schemas.figures import WorkerFigures
 from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
 from layertap.schemas.workers import ModelFacts
 from worker.engine.engine import Engine, EngineStopError
 from worker.engine.self_check import check, check_unpatched
 from worker.engine.spec import EngineSpec, Strategy
 from worker.engine.warm_up import warm_up
+from worker.gauge import Gauge
 from worker.inflight import InFlight
 from worker.patch.choice import choose, offers
 from worker.patch.package import find_package
@@ -72,6 +74,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._facts: ModelFacts | None = None
         self._guard: Guard | None = None
+        self._gauge: Gauge | None = None
         self._gpu_before: int | None = None
         self._watch: asyncio.Task[None] | None = None
         self._users = 0
@@ -93,6 +96,10 @@ class EngineHost:
         """Name of the model that is served, if any."""
         usable = self._engine is not None and self._engine.alive
         return self._facts.name if usable and self._facts is not None else None
+
+    def figures(self) -> WorkerFigures | None:
+        """How the engine fares, since it was last asked and before; None while none serves."""
+        return self._gauge.look() if self._gauge is not None and self.model is not None else None
 
     async def ensure(self, facts: ModelFacts) -> None:
         """Makes the engine serve that model, once nobody uses another. Raises `EngineUnavailableError`."""
@@ -190,6 +197,7 @@ class EngineHost:
             return draft
         if spec.installer is not None:
             self._engine, self._guard, self._facts, self._gpu_before = engine, guard, facts, before
+            self._gauge = Gauge(engine, guard, self.budget)
             guard.enter(Phase.IDLE)
             self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name, before))
         return None
@@ -232,7 +240,7 @@ class EngineHost:
         logger.error("engine of %s is sick: %s", model, verdict.reason)
         self.status = f"ending a sick engine: {verdict.reason}"
         draft = await self._keep(guard, verdict, model)
-        self._engine, self._guard, self._facts = None, None, None
+        self._engine, self._guard, self._gauge, self._facts = None, None, None, None
         if left := await _end(engine):
             draft.processes_left = 1
             draft.tried.append(f"could not be ended: {left}"[:1000])
@@ -264,7 +272,7 @@ class EngineHost:
     async def _end_engine(self) -> None:
         """Ends a healthy engine. What it leaves behind is an incident. Raises `EngineStopError` if it would not end."""
         engine, guard, facts = self._engine, self._guard, self._facts
-        self._engine, self._guard, self._facts = None, None, None
+        self._engine, self._guard, self._gauge, self._facts = None, None, None, None
         if engine is None or guard is None or facts is None:
             return
         survived = await _end(engine)
