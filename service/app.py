@@ -18,6 +18,7 @@ from service.health import endpoints as health
 from service.incidents import endpoints as incidents
 from service.jobs import endpoints as jobs
 from service.leftovers import clear_leftovers
+from service.metrics import endpoints as metrics
 from service.openapi import describe
 from service.settings import Settings
 from service.shards import endpoints as shards
@@ -88,6 +89,7 @@ def create_app(context: Context | None = None, *, upkeep: bool = True) -> FastAP
         tasks.router,
         incidents.router,
         incidents.jobs_router,
+        metrics.router,
         health.router,
     ):
         app.include_router(router)

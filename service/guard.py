@@ -21,6 +21,11 @@ _SMALLER = {("POST", "/v1/incidents"): MAX_REPORT_BYTES}
 """Bodies with a bound of their own, below that of all."""
 
 
+def needs_token(path: str) -> bool:
+    """Whether the service's token, where it has one, is asked for there."""
+    return path in ("/v1", "/metrics") or path.startswith("/v1/")
+
+
 class Guard:
     """The checks, around an ASGI app."""
 
@@ -56,7 +61,7 @@ class Guard:
             detail = f"pages of {origin!r} may not change anything here"
             remedy = "add the page's host to LAYERTAP_ALLOWED_HOSTS"
             raise ProblemError(403, "origin_not_allowed", detail, field="Origin", remedy=remedy)
-        if path == "/v1" or path.startswith("/v1/"):
+        if needs_token(path):
             self._check_token(headers)
 
     def _check_token(self, headers: Headers) -> None:

@@ -7,6 +7,7 @@ import yaml
 from fastapi import FastAPI
 
 from layertap.schemas.common import Problem
+from service.guard import needs_token
 from service.openapi_parts import BODY_EXAMPLES, problem_components
 
 _SUMMARY = "Hidden states of large language models, as a service."
@@ -18,6 +19,7 @@ _TAGS = [
     {"name": "workers", "description": "The worker protocol: who is there."},
     {"name": "tasks", "description": "The worker protocol: leases."},
     {"name": "incidents", "description": "What went wrong with an engine, and the evidence."},
+    {"name": "metrics", "description": "How fast it goes, for Prometheus."},
     {"name": "health", "description": "Alive and ready."},
 ]
 _METHODS = frozenset({"get", "head", "post", "put", "patch", "delete"})
@@ -70,7 +72,7 @@ def _finish(operation: dict[str, Any], path: str, method: str) -> None:
         # FastAPI adds its own 422, and a description beside the reference.
         if "$ref" in answer or (status == "422" and "HTTPValidationError" in str(answer)):
             responses[status] = {"$ref": f"#/components/responses/Problem{status}"}
-    if path.startswith("/v1/"):
+    if needs_token(path):
         responses["401"] = {"$ref": "#/components/responses/Problem401"}
     responses["default"] = {"$ref": "#/components/responses/Problem"}
     if (example := BODY_EXAMPLES.get(operation["operationId"])) is not None:

@@ -82,7 +82,24 @@ BODY_EXAMPLES: dict[str, dict[str, Any]] = {
             }
         ],
     },
-    "control_worker": {"held": [], "loaded_model": "SmolLM2-135M-Instruct", "status": "serving", "draining": False},
+    "control_worker": {
+        "held": [],
+        "loaded_model": "SmolLM2-135M-Instruct",
+        "status": "serving",
+        "draining": False,
+        "figures": {
+            "tokens_per_second": 27400.0,
+            "tokens_per_second_mean": 26900.0,
+            "plain_tokens_per_second": 28900.0,
+            "plain_share": 0.948,
+            "bytes_per_second": 898000000,
+            "pool_fill": 0.41,
+            "writer_wait": 0.0,
+            "writer_busy": 0.63,
+            "queued_runs": 2,
+            "gpu_use": 0.99,
+        },
+    },
     "end_worker": {"reason": "shutdown"},
     "claim_task": {
         "worker": "wrk_5f0c2a91",
@@ -90,7 +107,7 @@ BODY_EXAMPLES: dict[str, dict[str, Any]] = {
         "kinds": ["plan", "shard"],
         "loaded_model": "SmolLM2-135M-Instruct",
     },
-    "renew_task": {**_HELD, "rows_done": 12, "tokens_done": 9120, "phase": "prefill"},
+    "renew_task": {**_HELD, "rows_done": 12, "tokens_done": 9120, "phase": "prefill", "tokens_per_second": 3040.5},
     "report_row_errors": {
         **_HELD,
         "errors": [{"row_id": 7, "code": "nothing_supervised", "reason": "no token of the row is supervised"}],

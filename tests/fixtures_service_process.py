@@ -203,6 +203,17 @@ class PlayedWorker:
             tokens=layout.tokens,
         )
 
+    def report(self, lease: dict[str, Any], tokens_per_second: float, **figures: Any) -> None:
+        """Says how fast the shard of the lease goes, and the worker with it."""
+        told = {
+            "tokens_per_second": tokens_per_second,
+            "bytes_per_second": 0.0,
+            "plain_share": tokens_per_second / figures["plain_tokens_per_second"],
+            **figures,
+        }
+        self.post(f"/v1/tasks/{lease['task']}/heartbeat", **self._held(lease), tokens_per_second=tokens_per_second)
+        self.post(f"/v1/workers/{self.id}/control", loaded_model=self.MODEL, figures=told)
+
     def fail(self, lease: dict[str, Any], reason: str) -> None:
         """Ends the lease for good, by a failure that no retry mends."""
         self.post(

@@ -10,13 +10,14 @@ import os
 import select
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from worker.capture.session import Ledger, LedgerError
+from worker.pace import Window
 from worker.service_api import LeaseLostError, error_of, transient
 
 TICK_S = 0.25
@@ -44,6 +45,7 @@ class Held:
     advanced_at: float = 0.0
     reported: tuple[int, int] = (0, -1)
     stuck: bool = False
+    speed: Window = field(default_factory=Window)
 
 
 def observe(held: Held, now: float) -> None:
@@ -51,6 +53,7 @@ def observe(held: Held, now: float) -> None:
     if held.ledger is None:
         return
     rows, tokens = held.ledger.progress()
+    held.speed.add(now, tokens)
     if tokens != held.tokens:
         held.rows, held.tokens, held.advanced_at = rows, tokens, now
 
@@ -120,6 +123,7 @@ class Keeper:
         held.phase_deadline = now + message["deadline_seconds"]
         held.advanced_at = now
         if message.get("ledger"):
+            held.speed.clear()
             try:
                 held.ledger = Ledger.open(Path(message["ledger"]))
             except (OSError, LedgerError):
@@ -127,6 +131,7 @@ class Keeper:
 
     def _renew(self, held: Held) -> None:
         sent = time.monotonic()
+        speed = held.speed.rate()
         body = {
             "worker": held.worker,
             "generation": held.generation,
@@ -134,6 +139,7 @@ class Keeper:
             "rows_done": held.rows,
             "tokens_done": max(held.tokens, 0),
             "phase": held.phase,
+            "tokens_per_second": None if speed is None else round(speed, 1),
         }
         try:
             response = self._http.post(f"/v1/tasks/{held.task}/heartbeat", json=body)

@@ -149,6 +149,7 @@ class Worker:
                 loaded_model=self._host.model,
                 status="waiting_for_space" if self._waiting_for_space else self._host.status,
                 draining=False,
+                figures=self._host.figures(),
             )
             try:
                 answer = await self._api.control(self.id, message)

@@ -248,7 +248,12 @@ def _print_job(job: Job) -> None:
     table.add_row("tokens", text.count(p.tokens_done, p.tokens_total))
     table.add_row("shards", text.count(p.shards_done, p.shards_total) + f"  ({text.size(p.bytes_total)})")
     if p.tokens_per_second is not None:
-        table.add_row("speed", f"{p.tokens_per_second:,.0f} tokens/s")
+        table.add_row("speed", f"{p.tokens_per_second:,.0f} tokens/s on the mean")
+    if p.now is not None:
+        table.add_row("now", ", ".join(text.speed(p.now)))
+        held_up = f"forward waits {text.per_cent(p.now.writer_wait)}, pool {text.per_cent(p.now.pool_fill)} full"
+        table.add_row("writer", held_up)
+        table.add_row("GPU", f"{text.per_cent(p.now.gpu_use)} in use")
     if p.eta_seconds is not None and not job.state.terminal:
         table.add_row("ETA", text.duration(p.eta_seconds))
     for key, value in job.metadata.items():

@@ -61,8 +61,10 @@ def _figures(job: Job) -> str:
     if p.rows_total is None:
         return ""
     parts = [f"{text.count(p.rows_done, p.rows_total)} rows", f"{text.count(p.tokens_done, p.tokens_total)} tokens"]
+    if p.now is not None:
+        parts += text.speed(p.now)
     if p.tokens_per_second is not None:
-        parts.append(f"{p.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"{p.tokens_per_second:,.0f} tokens/s" + ("" if p.now is None else " on the mean"))
     if p.eta_seconds is not None and not job.state.terminal:
         parts.append(f"ETA {text.duration(p.eta_seconds)}")
     if p.row_errors:

@@ -3,6 +3,7 @@
 import re
 from datetime import UTC, datetime
 
+from layertap.schemas.figures import Figures
 from layertap.schemas.jobs import JobState
 
 STATE_STYLES = {
@@ -27,6 +28,17 @@ def size(count: int | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
         value /= 1000
     raise AssertionError("the last unit returns")
+
+
+def per_cent(share: float | None) -> str:
+    """93 %; a dash where unknown."""
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def speed(figures: Figures) -> list[str]:
+    """1,234 tokens/s, 40.4 MB/s, and 93 % of plain prefill where that is known."""
+    words = [f"{figures.tokens_per_second:,.0f} tokens/s", f"{size(int(figures.bytes_per_second))}/s"]
+    return words if figures.plain_share is None else [*words, f"{per_cent(figures.plain_share)} of plain prefill"]
 
 
 def duration(seconds: float | None) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from layertap.schemas.common import Metadata, Schema, Timestamp
+from layertap.schemas.figures import Figures
 
 MIB = 1024 * 1024
 
@@ -77,7 +78,11 @@ class JobCreate(Schema):
 
 
 class Progress(Schema):
-    """How far a job is. Totals are null until the plan is in; tokens count rows that have a place in a shard."""
+    """How far a job is. Totals are null until the plan is in; tokens count rows that have a place in a shard.
+
+    `tokens_per_second` is the mean since the job began to run. `now` is what its shards in hand report, with pool,
+    writer and GPU as the mean over the workers that hold them; null while none is at work.
+    """
 
     rows_total: int | None = None
     rows_done: int = 0
@@ -88,6 +93,7 @@ class Progress(Schema):
     shards_total: int | None = None
     shards_done: int = 0
     tokens_per_second: float | None = None
+    now: Figures | None = None
     eta_seconds: float | None = None
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from layertap.schemas.common import Schema
+from layertap.schemas.figures import Rate, WorkerFigures
 from layertap.schemas.jobs import Final, LossMask, Overflow
 from layertap.schemas.shards import Pins
 
@@ -101,11 +102,12 @@ class Held(Schema):
 
 
 class Heartbeat(Held):
-    """Body of `POST /v1/tasks/{id}/heartbeat`: renews the lease and says how far the work is."""
+    """Body of `POST /v1/tasks/{id}/heartbeat`: renews the lease, says how far the work is and how fast it goes."""
 
     rows_done: int = 0
     tokens_done: int = 0
     phase: str = ""
+    tokens_per_second: Rate | None = None
 
 
 class HeartbeatResponse(Schema):
@@ -196,6 +198,7 @@ class ControlRequest(Schema):
     loaded_model: str | None = None
     status: str = ""
     draining: bool = False
+    figures: WorkerFigures | None = None
 
 
 class ControlResponse(Schema):

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from layertap.schemas.common import Schema, Timestamp
+from layertap.schemas.figures import WorkerFigures
 from layertap.schemas.shards import Pins
 
 
@@ -47,9 +48,14 @@ class WorkerState(StrEnum):
     GONE = "gone"
     LOST = "lost"
 
+    @property
+    def present(self) -> bool:
+        """Whether it is there, as far as is known."""
+        return self in (WorkerState.ACTIVE, WorkerState.DRAINING)
+
 
 class Worker(Schema):
-    """A worker as the service knows it."""
+    """A worker as the service knows it; `figures` are the latest it reported, null unless it is present."""
 
     object: Literal["worker"] = "worker"
     id: str
@@ -59,6 +65,7 @@ class Worker(Schema):
     models: list[str]
     loaded_model: str | None
     status: str | None
+    figures: WorkerFigures | None = None
     registered_at: Timestamp
     seen_at: Timestamp
 

@@ -90,7 +90,10 @@ class Model(Base):
 
 
 class Worker(Base):
-    """A worker process. `seen_deadline` is on the clock of leases: past it the worker counts as lost."""
+    """A worker process. `seen_deadline` is on the clock of leases: past it the worker counts as lost.
+
+    `figures` are the latest it reported, replaced whole at every control poll.
+    """
 
     __tablename__ = "workers"
 
@@ -100,6 +103,7 @@ class Worker(Base):
     state: Mapped[str] = mapped_column(String(16))
     loaded_model: Mapped[str | None]
     status: Mapped[str | None]
+    figures: Mapped[dict[str, Any] | None]
     registered_at: Mapped[datetime]
     seen_at: Mapped[datetime]
     seen_deadline: Mapped[float]
@@ -228,6 +232,7 @@ class Task(Base):
     rows_done: Mapped[int] = mapped_column(default=0)
     tokens_done: Mapped[int] = mapped_column(default=0)
     phase: Mapped[str] = mapped_column(default="")
+    tokens_per_second: Mapped[float | None]
 
     first_row: Mapped[int] = mapped_column(default=0)
     rows: Mapped[int] = mapped_column(default=0)
@@ -281,6 +286,15 @@ class Incident(Base):
     reported_at: Mapped[datetime]
     evidence: Mapped[str] = mapped_column(deferred=True)
     """JSON. Up to a megabyte, so it is read only where it is asked for, and is the last column."""
+
+
+class IncidentCount(Base):
+    """How many incidents of a kind were ever reported. Only the newest are kept, so they can't be counted."""
+
+    __tablename__ = "incident_counts"
+
+    kind: Mapped[str] = mapped_column(String(32), primary_key=True)
+    count: Mapped[int]
 
 
 class IncidentTask(Base):

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from sqlalchemy import delete, insert, select
+from sqlalchemy.dialects.postgresql import insert as insert_postgres
+from sqlalchemy.dialects.sqlite import insert as insert_sqlite
 from sqlalchemy.orm import Session, undefer
 
-from service.db.models import Incident, IncidentTask, Task
+from service.db.models import Incident, IncidentCount, IncidentTask, Task
 
 _BATCH = 500
 
@@ -38,9 +40,21 @@ def page(
 
 
 def add(session: Session, incident: Incident) -> None:
-    """Insert it. Raises `IntegrityError` where one of that id is there."""
+    """Insert it and count its kind. Raises `IntegrityError` where one of that id is there."""
     session.add(incident)
     session.flush()
+    postgres = session.get_bind().dialect.name == "postgresql"
+    statement = (insert_postgres if postgres else insert_sqlite)(IncidentCount).values(kind=incident.kind, count=1)
+    session.execute(
+        statement.on_conflict_do_update(
+            index_elements=[IncidentCount.kind], set_={"count": IncidentCount.count + 1}
+        ).execution_options(synchronize_session=False)
+    )
+
+
+def counts(session: Session) -> dict[str, int]:
+    """How many of each kind were ever reported; kinds that never were are absent."""
+    return {row.kind: row.count for row in session.scalars(select(IncidentCount))}
 
 
 def tasks_of(session: Session, incidents: Sequence[str]) -> dict[str, dict[str, str | None]]:

@@ -1,26 +1,33 @@
 """Every query about jobs and the rows that were given up. A job's row lock comes before those of its tasks, always."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sqlalchemy import delete, func, literal, select, text, union_all
 from sqlalchemy.orm import Session
 
+from layertap.schemas.figures import WorkerFigures
 from layertap.schemas.jobs import JobState
 from layertap.schemas.tasks import TaskKind
-from service.db.models import DatasetError, Job, RowError, Task
+from service.db.models import DatasetError, Job, RowError, Task, Worker
+from service.figures import standing
 from service.leases import TaskState
 
 _RESERVATION_LOCK = 0x7265736572766521
 """Advisory lock on Postgres under which free space is compared with what is reserved."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Running:
-    """What the leased shards of a job report: rows and tokens that are done but not committed."""
+    """What the leased shards of a job report: rows and tokens that are done but not committed, and how fast it goes.
+
+    `speeds` are tokens a second, one a shard; `workers` the figures of those that hold them, by worker.
+    """
 
     rows: int = 0
     tokens: int = 0
+    speeds: list[float | None] = field(default_factory=list)
+    workers: dict[str, WorkerFigures] = field(default_factory=dict)
 
 
 def get(session: Session, job: str) -> Job | None:
@@ -52,11 +59,19 @@ def page(session: Session, limit: int, after: str | None, state: JobState | None
 def running(session: Session, jobs: Sequence[str]) -> dict[str, Running]:
     """What the leased shards of `jobs` report, by job; jobs without any are absent."""
     query = (
-        select(Task.job_id, func.sum(Task.rows_done), func.sum(Task.tokens_done))
+        select(Task.job_id, Task.rows_done, Task.tokens_done, Task.tokens_per_second, Worker)
+        .outerjoin(Worker, Worker.id == Task.worker_id)
         .where(Task.job_id.in_(jobs), Task.kind == TaskKind.SHARD, Task.state == TaskState.LEASED)
-        .group_by(Task.job_id)
     )
-    return {job: Running(int(rows), int(tokens)) for job, rows, tokens in session.execute(query)}
+    found: dict[str, Running] = {}
+    for job, rows, tokens, speed, worker in session.execute(query):
+        running = found.setdefault(job, Running())
+        running.rows += rows
+        running.tokens += tokens
+        running.speeds.append(speed)
+        if worker is not None and (figures := standing(worker)) is not None:
+            running.workers[worker.id] = figures
+    return found
 
 
 def finishable(session: Session, limit: int) -> Sequence[str]:

@@ -5,6 +5,7 @@ from datetime import datetime
 from layertap.schemas.jobs import Job as JobView
 from layertap.schemas.jobs import JobFailure, JobState, Progress
 from service.db.models import Job
+from service.figures import of_job
 from service.jobs.repository import Running
 
 
@@ -39,6 +40,7 @@ def _progress(job: Job, running: Running, now: datetime) -> Progress:
     tokens = _bounded(job.tokens_done + running.tokens, job.tokens_total)
     rate = _rate(job, tokens, now)
     left = None if job.tokens_total is None else job.tokens_total - tokens
+    token_bytes = (job.bytes_total or 0) / (job.tokens_total or 1)
     return Progress(
         rows_total=job.rows_total,
         rows_done=_bounded(job.rows_done + running.rows, job.rows_total),
@@ -49,6 +51,7 @@ def _progress(job: Job, running: Running, now: datetime) -> Progress:
         shards_total=job.shards_total,
         shards_done=job.shards_done,
         tokens_per_second=rate,
+        now=of_job(running.speeds, token_bytes, list(running.workers.values())),
         eta_seconds=left / rate if rate and left is not None and job.state == JobState.RUNNING else None,
     )
 

@@ -104,6 +104,7 @@ def _lease(
             rows_done=0,
             tokens_done=0,
             phase="",
+            tokens_per_second=None,
         )
         .returning(Task)
         .execution_options(synchronize_session=False)
@@ -118,6 +119,7 @@ def renew(session: Session, clock: Clock, task: str, beat: Heartbeat, seconds: f
         "rows_done": max(0, beat.rows_done),
         "tokens_done": max(0, beat.tokens_done),
         "phase": beat.phase[:_MAX_TEXT],
+        "tokens_per_second": beat.tokens_per_second,
     }
     return _change(session, task, beat, values)
 

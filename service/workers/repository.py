@@ -6,14 +6,14 @@ from datetime import datetime
 from sqlalchemy import case, delete, or_, select, update
 from sqlalchemy.orm import Session
 
-from layertap.schemas.tasks import HeldTask
+from layertap.schemas.tasks import ControlRequest, HeldTask
 from layertap.schemas.workers import WorkerState
 from service.db.clock import Clock, utc_now
 from service.db.models import Incident, Job, Model, Task, Worker, WorkerModel
 from service.leases import TaskState
 
 _MAX_TEXT = 200
-_PRESENT = [WorkerState.ACTIVE.value, WorkerState.DRAINING.value, WorkerState.LOST.value]
+_NOT_GONE = [state.value for state in WorkerState if state is not WorkerState.GONE]
 
 
 def get(session: Session, worker: str) -> Worker | None:
@@ -48,17 +48,16 @@ def save(session: Session, worker: Worker, models: list[WorkerModel], catalogue:
         session.flush()
 
 
-def touch(
-    session: Session, clock: Clock, worker: str, seconds: float, state: WorkerState, loaded: str | None, status: str
-) -> bool:
-    """Note that the worker spoke: it counts as present for `seconds`. False where it is unknown or gone."""
+def touch(session: Session, clock: Clock, worker: str, seconds: float, said: ControlRequest) -> bool:
+    """Note that the worker spoke, and what: it counts as present for `seconds`. False where it is unknown or gone."""
     statement = (
         update(Worker)
-        .where(Worker.id == worker, Worker.state.in_(_PRESENT))
+        .where(Worker.id == worker, Worker.state.in_(_NOT_GONE))
         .values(
-            state=state.value,
-            loaded_model=loaded,
-            status=status[:_MAX_TEXT],
+            state=(WorkerState.DRAINING if said.draining else WorkerState.ACTIVE).value,
+            loaded_model=said.loaded_model,
+            status=said.status[:_MAX_TEXT],
+            figures=None if said.figures is None else said.figures.model_dump(),
             seen_at=utc_now(),
             seen_deadline=clock.now() + seconds,
         )
@@ -90,7 +89,7 @@ def mark_gone(session: Session, worker: str) -> bool:
 
 def mark_lost(session: Session, clock: Clock) -> None:
     """Mark the workers that have been silent for too long."""
-    present = [WorkerState.ACTIVE.value, WorkerState.DRAINING.value]
+    present = [state.value for state in WorkerState if state.present]
     statement = update(Worker).where(Worker.state.in_(present), Worker.seen_deadline <= clock.now())
     session.execute(statement.values(state=WorkerState.LOST.value))
 

@@ -10,6 +10,7 @@ from layertap.schemas.workers import WorkerRegister, WorkerState
 from service.context import Context
 from service.db.clock import utc_now
 from service.db.models import Model, Worker, WorkerModel
+from service.figures import standing
 from service.problems import ConflictError, InvalidError, NotFoundError
 from service.tasks import endings
 from service.workers import repository
@@ -60,7 +61,7 @@ def register(context: Context, body: WorkerRegister) -> WorkerView:
         ]
         repository.save(session, worker, models, catalogue)
         seconds = context.settings.lease_seconds
-        repository.touch(session, context.database.clock, body.id, seconds, WorkerState.ACTIVE, None, "")
+        repository.touch(session, context.database.clock, body.id, seconds, ControlRequest())
         session.flush()
         row = repository.get(session, body.id)
         assert row is not None
@@ -70,12 +71,9 @@ def register(context: Context, body: WorkerRegister) -> WorkerView:
 
 def control(context: Context, worker: str, body: ControlRequest) -> ControlResponse:
     """Note the worker's state and answer which of its tasks it must drop."""
-    state = WorkerState.DRAINING if body.draining else WorkerState.ACTIVE
     seconds = context.settings.lease_seconds
     with context.database.write() as session:
-        known = repository.touch(
-            session, context.database.clock, worker, seconds, state, body.loaded_model, body.status
-        )
+        known = repository.touch(session, context.database.clock, worker, seconds, body)
         kept = repository.held_by(session, worker, body.held) if body.held else set()
     return ControlResponse(
         drop=[held.task for held in body.held if (held.task, held.generation) not in kept], known=known
@@ -104,6 +102,7 @@ def show(row: Worker, models: list[WorkerModel]) -> WorkerView:
         models=[model.name for model in models],
         loaded_model=row.loaded_model,
         status=row.status,
+        figures=standing(row),
         registered_at=row.registered_at,
         seen_at=row.seen_at,
     )

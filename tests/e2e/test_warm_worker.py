@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import reference
 from fixtures_stack import PATIENCE, Stack
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from layertap.cli import app
 from layertap.errors import ApiError
 from layertap.schemas.datasets import Stage
+from layertap.schemas.figures import Figures, WorkerFigures
 from layertap.schemas.jobs import JobState
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -145,6 +147,56 @@ def test_a_conversation_that_the_template_refuses_or_rewrites_is_a_row_error(war
     assert warm_stack.pull(job).row_ids.tolist() == [2]
     everything = warm_stack.extract(rows, MODEL, [2], loss_mask="all")
     assert everything.row_ids.tolist() == [1, 2]
+
+
+def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
+    """The metrics with one label at the most, by name and label."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        for family in families
+        for sample in family.samples
+        if len(sample.labels) < 2
+    }
+
+
+def test_a_job_says_how_fast_it_goes_while_it_runs_and_so_do_its_worker_and_the_metrics(
+    warm_stack: Stack, http: httpx.Client
+) -> None:
+    (worker,) = warm_stack.workers
+    random = np.random.default_rng(7)
+    rows = [{"input_ids": random.integers(3, 49152, 2000).tolist()} for _ in range(60)]
+    job = warm_stack.submit(rows, MODEL, [8])
+    seen: list[Figures] = []
+    told: list[WorkerFigures] = []
+    scraped: dict[tuple[str, str], float] = {}
+    for current in warm_stack.client.follow(job.id, PATIENCE):
+        if (now := current.progress.now) is None or not now.tokens_per_second:
+            continue
+        seen.append(now)
+        told += [listed.figures for listed in warm_stack.client.workers() if listed.figures is not None]
+        scraped |= samples(http)
+    done = warm_stack.succeeded(job)
+    assert done.progress.now is None
+    mean = done.progress.tokens_per_second
+    assert mean is not None
+    assert seen
+    # A row of 2,000 tokens takes two boundaries of 128 in bf16, its ids and its mask.
+    for now in seen:
+        assert now.bytes_per_second == pytest.approx(now.tokens_per_second * (2 * 128 * 2 + 9), rel=0.05)
+    assert max(now.tokens_per_second for now in seen) > mean / 3
+    assert any(now.plain_share for now in seen)
+    busy = max(told, key=lambda figures: figures.tokens_per_second)
+    assert busy.tokens_per_second > mean / 3
+    assert busy.bytes_per_second > 2 * 128 * 2 * mean / 3
+    assert busy.plain_tokens_per_second == warm_stack.client.manifest(job.id).engine["plain_tokens_per_s"]
+    assert busy.tokens_per_second_mean
+    assert busy.writer_busy is not None
+    assert (busy.writer_wait, busy.pool_fill, busy.gpu_use) == (pytest.approx(0, abs=0.05), None, None)
+    assert scraped["layertap_job_tokens_per_second", job.id] > 0
+    assert scraped["layertap_job_done_tokens", job.id] > 0
+    for name in ("tokens_per_second", "bytes_per_second", "plain_tokens_per_second", "plain_ratio"):
+        assert scraped[f"layertap_worker_{name}", worker.id] > 0, name
 
 
 def test_a_job_all_of_whose_rows_fail_says_so_and_lists_them(warm_stack: Stack) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import layertap
 from layertap.cli import app
+from layertap.cli.progress import show_job
 from layertap.client import Client
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "conversations.jsonl"
@@ -182,6 +184,27 @@ def test_models_and_workers_are_listed(run: Run, played_worker: PlayedWorker) ->
     assert _json(run("models", "--json"))[0]["num_layers"] == 8
     states = {worker["id"]: worker["state"] for worker in _json(run("workers", "--json"))}
     assert states[played_worker.id] == "active"
+
+
+def test_what_goes_on_now_is_shown_with_the_worker_and_the_job(
+    run: Run,
+    played_worker: PlayedWorker,
+    service_client: Client,
+    rows_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = _json(run("submit", rows_file, "--model", "tiny", "--layers", "2", "--json"))["id"]
+    played_worker.plan(played_worker.claim(), [[3, 4, 5, 6, 7]])
+    lease = played_worker.claim()
+    played_worker.report(lease, tokens_per_second=1234.0, plain_tokens_per_second=2000.0, writer_wait=0.07)
+    shown = run("workers").stdout
+    for word in ("1,234", "62 %", "7 %"):
+        assert word in shown
+    for word in ("1,234 tokens/s", "62 % of plain prefill", "waits 7 %", "pool – full"):
+        assert word in run("status", job).stdout
+    show_job([service_client.job(job)])
+    said = capsys.readouterr().err
+    assert re.search(r"1,234 tokens/s  \d+ kB/s  62 % of plain prefill  \d+ tokens/s on the mean", said), said
 
 
 def test_rm_deletes_a_job_and_its_data_set(run: Run, done_job: str) -> None:

@@ -33,6 +33,7 @@ def test_a_job_goes_from_queued_to_succeeded(rig: Rig) -> None:
         "shards_total": 2,
         "shards_done": 2,
         "tokens_per_second": None,
+        "now": None,
         "eta_seconds": None,
     }
     manifest = rig.client.get(f"/v1/jobs/{job}/manifest").json()

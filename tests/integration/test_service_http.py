@@ -115,7 +115,9 @@ def test_a_token_is_asked_for_on_every_request_to_the_interface(guarded: Rig) ->
         problem(answer, 401, "unauthorized")
         assert answer.headers["www-authenticate"] == "Bearer"
         problem(guarded.client.post("/v1/datasets", content=b"{}", headers=headers), 401, "unauthorized")
-    assert guarded.client.get("/v1/jobs", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        problem(guarded.client.get("/metrics", headers=headers), 401, "unauthorized")
+    for path in ("/v1/jobs", "/metrics"):
+        assert guarded.client.get(path, headers={"Authorization": "Bearer s3cret"}).status_code == 200
     assert guarded.client.get("/healthz").status_code == 200
     assert guarded.client.get("/healthz", headers={"Host": "10.0.0.7:8178"}).status_code == 200
 

@@ -11,6 +11,7 @@ from fixtures_service_process import until
 
 from worker.capture import written_file
 from worker.capture.addressing import Piece
+from worker.capture.counters import Counters
 from worker.capture.host_copy import Copier, rows_finite
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, LedgerError, Session, publish, sessions_dir, withdraw
@@ -36,8 +37,9 @@ class Bench:
             self.file.write_bytes(bytes(8 * 3 * H * 2))
         self.ledger = Ledger.create(sessions_dir(run_dir) / f"{NAME}.ledger", [3, 5])
         publish(run_dir, NAME, Session(str(self.file), str(self.ledger.path), 0, 2 * H * 2, 8 * 2 * H * 2, H * 2))
-        self.copier = Copier(torch.device("cpu"), 1 << 20)
-        self.writer = Writer(run_dir, self.copier)
+        self.counters = Counters.create(run_dir)
+        self.copier = Copier(torch.device("cpu"), 1 << 20, self.counters)
+        self.writer = Writer(run_dir, self.copier, self.counters)
         self.writer.start()
 
     def submit(self, run: list[Piece], states: list[torch.Tensor], final: torch.Tensor) -> None:
@@ -68,6 +70,10 @@ def test_rows_and_chunks_land_at_their_places(tmp_path: Path) -> None:
     assert torch.equal(hidden, expected)
     assert torch.equal(finals, torch.cat([final[:3], final[4:6], more_final]))
     assert bench.ledger.progress() == (2, 8)
+    counted = bench.counters.read()
+    assert (counted.tokens, counted.bytes) == (8, bench.file.stat().st_size)
+    assert counted.write_seconds > 0
+    assert (counted.queued_runs, counted.pinned_bytes, counted.pinned_limit) == (0, 0, 0)
 
 
 def test_rows_that_are_adjacent_in_batch_and_file_are_one_write(

@@ -22,6 +22,8 @@ import worker.settings
 from layertap.cli.app import app
 from layertap.layout import token_bytes
 from layertap.schemas.incidents import Blame, IncidentKind
+from service.metrics import exposition
+from service.metrics.repository import Snapshot
 from worker.watchdog.rules import Phase
 
 ROOT = Path(__file__).parents[2]
@@ -240,6 +242,20 @@ def test_tests_that_the_docs_name_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"`(test_\w+)`", page.read_text()))
         assert named <= existing, f"{page.name}: {named - existing}"
+
+
+def spelt_out(name: str) -> list[str]:
+    """The names that a name with a {choice,of} parts stands for."""
+    before, brace, rest = name.partition("{")
+    choices, _, after = rest.partition("}")
+    return [before + choice + after for choice in choices.split(",")] if brace else [name]
+
+
+def test_the_metrics_are_those_that_are_shown() -> None:
+    nothing = Snapshot(jobs={}, tasks={}, workers={}, incidents={}, present=[], at_work=[])
+    shown = re.findall(r"^# TYPE (\w+)", exposition.text(nothing).decode(), re.MULTILINE)
+    listed = [name for cell in documented("operations.md", "metrics", 1) for name in spelt_out(cell)]
+    assert sorted(listed) == sorted(shown)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 
 from worker.capture import addressing, scattered
 from worker.capture.addressing import Piece
+from worker.capture.counters import Counters
 from worker.capture.head import Head
 from worker.capture.host_copy import Copier
 from worker.capture.installed import ENGINE_DIR_VARIABLE, active, show_stacks_on_signal
@@ -86,8 +87,9 @@ class _Sink:
 
     def __init__(self, run_dir: Path, runner: Any) -> None:
         self._run_dir = run_dir
-        self._copier = Copier(torch.device(runner.device), int(os.environ[POOL_VARIABLE]))
-        self._writer = Writer(run_dir, self._copier)
+        counters = Counters.create(run_dir)
+        self._copier = Copier(torch.device(runner.device), int(os.environ[POOL_VARIABLE]), counters)
+        self._writer = Writer(run_dir, self._copier, counters)
         self._writer.start()
 
     def states(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from worker.capture.counters import Counters
 from worker.capture.pinned import PinnedRing, Slot
 
 _ALIGN = 4096
@@ -43,12 +44,14 @@ class Copier:
     `pool_bytes` of pinned memory are taken, or the next lower power of two: what PyTorch pins, it rounds up to one.
     """
 
-    def __init__(self, device: torch.device, pool_bytes: int) -> None:
+    def __init__(self, device: torch.device, pool_bytes: int, counters: Counters) -> None:
+        self._counters = counters
         self.ring: PinnedRing | None = None
         self._stream: Any = None
         if device.type == "cuda":
             size = 1 << (pool_bytes.bit_length() - 1)
             self.ring = PinnedRing(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            counters.pinned(0, size)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def most_rows(self, states: list[torch.Tensor], final: torch.Tensor | None) -> int | None:
@@ -72,7 +75,7 @@ class Copier:
         with torch.cuda.stream(self._stream):
             on_device = _gather(states, final, start, stop)
             parts = [part for part in (on_device.hidden, on_device.finite, on_device.final) if part is not None]
-            slot, (hidden, finite, *final_host) = _to_host(parts, self.ring)
+            slot, (hidden, finite, *final_host) = self._to_host(parts, self.ring)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return HostCopy(hidden, final_host[0] if final_host else None, finite, event, slot)
@@ -82,6 +85,20 @@ class Copier:
         if self.ring is not None and copy.slot is not None:
             self.ring.give(copy.slot)
             copy.slot = None
+            self._counters.pinned(self.ring.used, self.ring.size)
+
+    def _to_host(self, parts: list[torch.Tensor], ring: PinnedRing) -> tuple[Slot, list[torch.Tensor]]:
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + (part.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN)
+        with self._counters.waiting():
+            slot = ring.take(starts[-1], _ROOM_TIMEOUT_S)
+        self._counters.pinned(ring.used, ring.size)
+        copies = []
+        for part, start in zip(parts, starts, strict=False):
+            host = slot.memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            copies.append(host.copy_(part, non_blocking=True))
+        return slot, copies
 
 
 def _gather(states: list[torch.Tensor], final: torch.Tensor | None, start: int, stop: int) -> HostCopy:
@@ -91,18 +108,6 @@ def _gather(states: list[torch.Tensor], final: torch.Tensor | None, start: int, 
     if final_rows is not None:
         finite &= rows_finite(final_rows)
     return HostCopy(hidden, final_rows, finite)
-
-
-def _to_host(parts: list[torch.Tensor], ring: PinnedRing) -> tuple[Slot, list[torch.Tensor]]:
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + (part.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN)
-    slot = ring.take(starts[-1], _ROOM_TIMEOUT_S)
-    copies = []
-    for part, start in zip(parts, starts, strict=False):
-        host = slot.memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        copies.append(host.copy_(part, non_blocking=True))
-    return slot, copies
 
 
 def rows_finite(rows: torch.Tensor) -> torch.Tensor:

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from worker.capture.addressing import Piece
+from worker.capture.counters import WRITERS, Counters
 from worker.capture.host_copy import Copier, HostCopy
 from worker.capture.session import load
 from worker.capture.written_file import WrittenFile
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 8
 _QUEUE_LIMIT = 4096
 _PUT_TIMEOUT_S = 600.0
 _LOOK_SECONDS = 5.0
@@ -31,11 +31,12 @@ _LOOK_SECONDS = 5.0
 class _Run:
     """Adjacent pieces and their copy, which is given back when each of `parts` threads is through with it."""
 
-    def __init__(self, first: int, copy: HostCopy, parts: int, copier: Copier) -> None:
+    def __init__(self, first: int, copy: HostCopy, parts: int, copier: Copier, counters: Counters) -> None:
         self.first = first
         self.copy = copy
         self._left = parts
         self._copier = copier
+        self._counters = counters
         self._lock = threading.Lock()
 
     def part_done(self) -> None:
@@ -44,6 +45,7 @@ class _Run:
             last = self._left == 0
         if last:
             self._copier.release(self.copy)
+            self._counters.finished()
 
 
 _Item = tuple[_Run, list[Piece]]
@@ -52,9 +54,10 @@ _Item = tuple[_Run, list[Piece]]
 class Writer:
     """Owns the writing threads of one engine."""
 
-    def __init__(self, run_dir: Path, copier: Copier) -> None:
+    def __init__(self, run_dir: Path, copier: Copier, counters: Counters) -> None:
         self._copier = copier
-        self._threads = [_Thread(run_dir, f"layertap-writer-{index}") for index in range(_THREADS)]
+        self._counters = counters
+        self._threads = [_Thread(run_dir, index, counters) for index in range(WRITERS)]
 
     def start(self) -> None:
         """Starts the threads; they end with the process, or with `stop`."""
@@ -66,9 +69,12 @@ class Writer:
         sessions: dict[str, list[Piece]] = {}
         for piece in run:
             sessions.setdefault(piece.rid.session, []).append(piece)
-        whole = _Run(run[0].start, copy, len(sessions), self._copier)
-        for name, pieces in sessions.items():
-            self._threads[zlib.crc32(name.encode()) % _THREADS].queue.put((whole, pieces), timeout=_PUT_TIMEOUT_S)
+        whole = _Run(run[0].start, copy, len(sessions), self._copier, self._counters)
+        self._counters.submitted()
+        with self._counters.waiting():
+            for name, pieces in sessions.items():
+                thread = self._threads[zlib.crc32(name.encode()) % WRITERS]
+                thread.queue.put((whole, pieces), timeout=_PUT_TIMEOUT_S)
 
     def stop(self, timeout: float = 60.0) -> None:
         """Writes what is queued and ends the threads."""
@@ -81,8 +87,10 @@ class Writer:
 class _Thread(threading.Thread):
     """Fills the files of the sessions that are its own, in the order in which their pieces come."""
 
-    def __init__(self, run_dir: Path, name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    def __init__(self, run_dir: Path, index: int, counters: Counters) -> None:
+        super().__init__(name=f"layertap-writer-{index}", daemon=True)
+        self._index = index
+        self._counters = counters
         self.queue: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LIMIT)
         self._run_dir = run_dir
         self._open: dict[str, WrittenFile] = {}
@@ -107,7 +115,9 @@ class _Thread(threading.Thread):
             file = self._opened(pieces[0].rid.session)
             if file is not None:
                 tensors = [_bytes_of(tensor) for tensor in (copy.hidden, copy.final) if tensor is not None]
-                file.write(pieces, run.first, tensors, copy.finite.numpy())
+                with self._counters.writing(self._index):
+                    nbytes = file.write(pieces, run.first, tensors, copy.finite.numpy())
+                self._counters.wrote(sum(piece.count for piece in pieces) if nbytes else 0, nbytes)
         except Exception:
             # The ledger shows these rows unwritten, which the worker acts on; the next run may still succeed.
             logger.exception("layertap: %d pieces were not written", len(pieces))

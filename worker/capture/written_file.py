@@ -39,24 +39,26 @@ class WrittenFile:
 
     def write(
         self, pieces: Sequence[Piece], first: int, tensors: Sequence[memoryview], finite: npt.NDArray[np.bool_]
-    ) -> None:
-        """Writes the pieces of a run that begins at batch row `first`, and counts their tokens.
+    ) -> int:
+        """Writes the pieces of a run that begins at batch row `first`, and counts their tokens. Returns the bytes.
 
         `tensors` are the bytes of the run's hidden states [n, K, H] and, if asked for, of its final state [n, H];
         `finite` [n] tells tokens with only finite values. What the file does not take is noted in the ledger.
         """
         if self.ledger.closed or self.ledger.errno:
-            return
+            return 0
+        nbytes = 0
         try:
             for begin, count, token in self._extents(pieces, first):
-                self._write_extent(begin, count, token, tensors)
+                nbytes += self._write_extent(begin, count, token, tensors)
         except OSError as error:
             self.ledger.errno = error.errno or -1
             logger.error("layertap: writing %s failed: %s", self.session.file, error)
-            return
+            return 0
         for piece in pieces:
             begin = piece.start - first
             self._count(piece, finite[begin : begin + piece.count])
+        return nbytes
 
     def _extents(self, pieces: Sequence[Piece], first: int) -> Iterator[tuple[int, int, int]]:
         """(first token in the run, tokens, first token in the file) of stretches that are adjacent in both.
@@ -74,8 +76,8 @@ class WrittenFile:
             start, count, token = begin, piece.count, place
         yield start, count, token
 
-    def _write_extent(self, begin: int, count: int, token: int, tensors: Sequence[memoryview]) -> None:
-        session = self.session
+    def _write_extent(self, begin: int, count: int, token: int, tensors: Sequence[memoryview]) -> int:
+        session, written = self.session, 0
         starts = (session.hidden_start, session.final_start)
         widths = (session.hidden_token_bytes, session.final_token_bytes)
         for data, start, width in zip(tensors, starts, widths, strict=False):
@@ -83,6 +85,8 @@ class WrittenFile:
                 offset, nbytes = start + token * width, count * width
                 pwrite_all(self._fd, data[begin * width : begin * width + nbytes], offset)
                 _start_write_back(self._fd, offset, nbytes)
+                written += nbytes
+        return written
 
     def _count(self, piece: Piece, finite: npt.NDArray[np.bool_]) -> None:
         ledger, row, bad = self.ledger, piece.rid.row, piece.count - int(np.count_nonzero(finite))

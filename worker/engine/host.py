@@ -12,12 +12,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from layertap.schemas.figures import WorkerFigures
 from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
 from layertap.schemas.workers import ModelFacts
 from worker.engine.engine import Engine, EngineStopError
 from worker.engine.self_check import check, check_unpatched
 from worker.engine.spec import EngineSpec, Strategy
 from worker.engine.warm_up import warm_up
+from worker.gauge import Gauge
 from worker.in_hand import inflight_tokens
 from worker.inflight import InFlight
 from worker.patch.choice import choose, offers
@@ -74,6 +76,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._facts: ModelFacts | None = None
         self._guard: Guard | None = None
+        self._gauge: Gauge | None = None
         self._gpu_before: int | None = None
         self._watch: asyncio.Task[None] | None = None
         self._users = 0
@@ -96,6 +99,10 @@ class EngineHost:
         """Name of the model that is served, if any."""
         usable = self._engine is not None and self._engine.alive
         return self._facts.name if usable and self._facts is not None else None
+
+    def figures(self) -> WorkerFigures | None:
+        """How the engine fares, since it was last asked and before; None while none serves."""
+        return self._gauge.look() if self._gauge is not None and self.model is not None else None
 
     async def ensure(self, facts: ModelFacts) -> None:
         """Makes the engine serve that model, once nobody uses another. Raises `EngineUnavailableError`."""
@@ -195,6 +202,7 @@ class EngineHost:
             return draft
         if spec.installer is not None:
             self._engine, self._guard, self._facts, self._gpu_before = engine, guard, facts, before
+            self._gauge = Gauge(engine, guard, self.budget)
             guard.enter(Phase.IDLE)
             self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name, before))
         return None
@@ -237,7 +245,7 @@ class EngineHost:
         logger.error("engine of %s is sick: %s", model, verdict.reason)
         self.status = f"ending a sick engine: {verdict.reason}"
         draft = await self._keep(guard, verdict, model)
-        self._engine, self._guard, self._facts = None, None, None
+        self._engine, self._guard, self._gauge, self._facts = None, None, None, None
         if left := await _end(engine):
             draft.processes_left = 1
             draft.tried.append(f"could not be ended: {left}"[:1000])
@@ -271,7 +279,7 @@ class EngineHost:
     async def _end_engine(self) -> None:
         """Ends a healthy engine. What it leaves behind is an incident. Raises `EngineStopError` if it would not end."""
         engine, guard, facts = self._engine, self._guard, self._facts
-        self._engine, self._guard, self._facts = None, None, None
+        self._engine, self._guard, self._gauge, self._facts = None, None, None, None
         if engine is None or guard is None or facts is None:
             return
         survived = await _end(engine)

@@ -46,6 +46,11 @@ class Guard:
         """The phase the engine is in."""
         return self._trace.phase
 
+    @property
+    def gpu_busy(self) -> int | None:
+        """Per cent that the busiest GPU was in use at the last look; None without one."""
+        return None if self._trace.seen is None else self._trace.seen.gpu_busy
+
     async def until_sick(self) -> Verdict:
         """Looks until the engine is found sick. In `idle` and `serving` it tells the two apart by itself."""
         while True:
