@@ -95,7 +95,7 @@ async def measure_endurance(
     rows = shapes.rows(shapes.lengths("2048", TOKENS[shape]))
     tokens = sum(map(len, rows))
     plains = [await plain(engine, rows, CHUNK)]
-    async with watched(engine, 5.0) as looks:
+    async with watched(engine, 5.0, lambda looks: out.endured(shape=shape, looks=looks)) as looks:
         done = await once(engine, rows, layers, work, seconds)
     plains.append(await plain(engine, rows, CHUNK))
     out.add(shape, "2048", "plain prefill, before and after", tokens, plains)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from worker.engine.engine import Engine
@@ -14,10 +14,10 @@ Look = tuple[float, int, int, int]
 
 
 @asynccontextmanager
-async def watched(engine: Engine, every: float) -> AsyncIterator[list[Look]]:
-    """A list that grows by one look each `every` seconds while the block runs."""
+async def watched(engine: Engine, every: float, keep: Callable[[list[Look]], None]) -> AsyncIterator[list[Look]]:
+    """A list that grows by one look each `every` seconds while the block runs, and is kept each time."""
     looks: list[Look] = []
-    watching = asyncio.create_task(_watch(engine, every, looks))
+    watching = asyncio.create_task(_watch(engine, every, looks, keep))
     try:
         yield looks
     finally:
@@ -26,7 +26,7 @@ async def watched(engine: Engine, every: float) -> AsyncIterator[list[Look]]:
             await watching
 
 
-async def _watch(engine: Engine, every: float, looks: list[Look]) -> None:
+async def _watch(engine: Engine, every: float, looks: list[Look], keep: Callable[[list[Look]], None]) -> None:
     began = time.monotonic()
     while True:
         gpu = await asyncio.to_thread(gpu_use)
@@ -34,4 +34,5 @@ async def _watch(engine: Engine, every: float, looks: list[Look]) -> None:
         resident = sum(process.rss_bytes for process in seen if process is not None)
         used, busy = (0, 0) if gpu is None else (gpu.bytes_used, gpu.busy or 0)
         looks.append((round(time.monotonic() - began, 1), used >> 20, resident >> 20, busy))
+        keep(looks)
         await asyncio.sleep(every)

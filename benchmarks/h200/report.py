@@ -1,0 +1,119 @@
+"""Writes the table and the plot of the GPU section of docs/benchmarks.md from every result that is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import DOCS, PAGE
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PLOT = DOCS / "benchmarks-h200.svg"
+BEGIN, END = "<!-- h200: begin -->", "<!-- h200: end -->"
+_KEPT_UP = 0.95
+_DISK_BOUND = 0.8
+
+Row = dict[str, Any]
+
+
+def runs() -> list[tuple[str, dict[str, Any]]]:
+    """(name, result) of every run that is kept."""
+    return [(path.stem, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def rate(row: Row) -> float:
+    """Tokens a second, without the ends of the run where that is known."""
+    return float(row.get("steady_tokens_per_s", row["tokens_per_s"]))
+
+
+def share(row: Row, run: dict[str, Any]) -> float | None:
+    """Of the plain prefill of the same rows in the same run; None for plain prefill itself, or where there is none."""
+    for plain in run["results"]:
+        same = (plain["shape"], plain["rows"]) == (row["shape"], row["rows"])
+        if same and plain["way"].startswith("plain") and plain is not row:
+            return None if row["way"].startswith("plain") else rate(row) / float(plain["tokens_per_s"])
+    return None
+
+
+def limit(row: Row, run: dict[str, Any]) -> str:
+    """What set the pace of an extraction, as far as its figures tell."""
+    of_plain, disk = share(row, run), run["machine"]["dd_mb_per_s"]
+    if not row["way"].startswith("extract") or of_plain is None:
+        return ""
+    if of_plain >= _KEPT_UP:
+        return "the engine"
+    return "storage" if row["mb_per_s"] >= _DISK_BOUND * disk else "beginning and end" if _short(row) else "the writer"
+
+
+def _short(row: Row) -> bool:
+    return "steady_tokens_per_s" not in row
+
+
+def lines() -> list[str]:
+    """Every run as Markdown."""
+    made: list[str] = []
+    for name, run in runs():
+        machine = run["machine"]
+        made += [
+            f"### {name}", "",
+            f"{machine['gpu']}, {machine['engine']}, chunks of {machine['chunk']:,} tokens; `dd` wrote "
+            f"{machine['dd_mb_per_s']:,} MB/s there. {run.get('note', '')}".rstrip(), "",
+            "| shape | rows | way | tokens/s | steady | of plain | MB/s | limit |", "|---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for row in run["results"]:
+            of_plain, steady = share(row, run), row.get("steady_tokens_per_s")
+            cells = [
+                row["shape"], row["rows"], row["way"], f"{row['tokens_per_s']:,}",
+                "" if steady is None else f"{steady:,}", "" if of_plain is None else f"**{of_plain:.2f}**",
+                f"{row['mb_per_s']:,}" if row["mb_per_s"] else "", limit(row, run),
+            ]  # fmt: skip
+            made.append(f"| {' | '.join(cells)} |")
+        if "endurance" in run:
+            windows = run["endurance"]["tokens_per_s_by_window"]
+            made += ["", f"Without a pause, by half minutes: {min(windows):,} to {max(windows):,} tokens/s in each of "
+                     f"{len(windows)}."]  # fmt: skip
+        made.append("")
+    return made
+
+
+def render() -> None:
+    """Puts the runs between the markers of the page, and draws the plot."""
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{PAGE.name} lacks the lines {BEGIN} and {END}")
+    picture = f"![Extraction of three boundaries over plain prefill]({PLOT.name})"
+    PAGE.write_text("\n".join([before + BEGIN, "", picture, "", *lines(), end]) + after)
+    draw()
+
+
+def draw() -> None:
+    """The share of plain prefill that extraction of three boundaries keeps, a bar for each shape and mix of rows."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    bars = [
+        (f"{row['shape']}, {row['rows']} ({name})", of_plain, limit(row, run))
+        for name, run in runs()
+        for row in run["results"]
+        if row["way"].startswith("extract 3") and (of_plain := share(row, run)) is not None
+    ][::-1]
+    style = {"font.size": 9, "font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "layertap"}
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(8.5, 0.32 * len(bars) + 0.9), layout="constrained")
+        for place, (_, of_plain, limited) in enumerate(bars):
+            axes.barh(place, of_plain, color="#2f6f9f" if limited == "the engine" else "#9fb6c9", height=0.7)
+            axes.annotate(f"{of_plain:.2f}  {limited}", (of_plain, place), (4, -3), textcoords="offset points")
+        axes.axvline(0.98, color="#33383f", linewidth=1)
+        axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
+        axes.set_xlim(0, 1.3)
+        axes.set_xlabel("share of plain prefill (line: the aim, 0.98)")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.savefig(PLOT, metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    render()
