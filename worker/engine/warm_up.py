@@ -14,12 +14,11 @@ from worker.engine.client import EngineDownError, EngineRefusedError
 from worker.engine.engine import Engine
 from worker.engine.judgement import CheckError
 from worker.engine.spec import chunk_tokens
+from worker.in_hand import inflight_tokens
 
 _ROW_TOKENS = 256
 _ROUNDS = 2
 _MEASURED_S = 1.0
-_MOST_CHUNKS = 4
-"""As many chunks at a time as a worker keeps in the engine by default: alone, each would wait for its request."""
 
 
 async def warm_up(engine: Engine, vocab_size: int, max_row_tokens: int) -> float:
@@ -41,7 +40,11 @@ async def warm_up(engine: Engine, vocab_size: int, max_row_tokens: int) -> float
 
 def chunks_to_measure(speed: float, chunk: int, device: str) -> int:
     """How many chunks of so many tokens are prefilled at a time to measure, at about `speed` tokens a second."""
-    return 1 if device == "cpu" else max(1, min(_MOST_CHUNKS, int(speed * _MEASURED_S / chunk)))
+    if device == "cpu":
+        return 1
+    # As many as a worker keeps in the engine by default: alone, each would wait for its request.
+    most = inflight_tokens(0, chunk, device) // chunk
+    return max(1, min(most, int(speed * _MEASURED_S / chunk)))
 
 
 async def _speed(engine: Engine, turn: str, rows: list[npt.NDArray[np.int32]], chunks: int) -> float:
