@@ -36,10 +36,10 @@ demo: $(INSTALLED) $(DEMO_MODEL)/config.json
 test: check
 	$(PYTEST) -m "not slow and not gpu"
 
-## Everything that needs no GPU but the soak (an hour and more on two cores).
+## Everything that needs no GPU but the soak: what CI runs (three quarters of an hour on two cores).
 test-all: test test-slow
 
-# Much of this waits for deadlines of engines that hang, so two files run at a time.
+# Two files at a time: while one waits for the deadline of an engine that hangs, the other has the cores.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m "slow and not soak and not gpu" -n 2 --dist loadfile
 

@@ -4,9 +4,8 @@ A fault is a few words in a file that `tests/faults/sitecustomize.py`, loaded in
 """
 
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from layertap.schemas.jobs import Job
 from worker.engine import processes
 from worker.patch.package import Condition, check, find_package
 
-FAULTS = Path(__file__).resolve().parent / "faults"
 MODEL, LAYERS = "tiny-llama", [0, 4, 8]
 MARKED = 4242
 """A token that no innocent row holds."""
@@ -32,6 +30,7 @@ LAUNCH_QUIET, CHECK, STALL = 30, 30, 15
 """The worker's deadlines in seconds: short, but a start on a busy machine keeps them."""
 MARGIN = 30
 """Seconds that a busy machine may add to a deadline before the worker has noticed and looked."""
+LOOK_SECONDS = 0.5
 PATIENCE = 900.0
 _FLAGS = ("--launch-quiet", str(LAUNCH_QUIET), "--check-timeout", str(CHECK), "--stall-timeout", str(STALL))
 ONE_BY_ONE = (*_FLAGS, "--chunked-prefill-size", "64", "--max-inflight-tokens", "64", "--installer", "plugin")
@@ -59,6 +58,16 @@ class Fault:
     lasting: bool = False
     row: str = "plain"
     captured: bool = False
+
+    @property
+    def at_start(self) -> bool:
+        """Whether it strikes an engine that comes up, not one that serves."""
+        return self.row == "plain"
+
+    @property
+    def gone_around(self) -> bool:
+        """Whether it spares one way to capture, so that an engine comes up in that way while the fault lasts."""
+        return "strategy" in self.switch
 
     @property
     def sets_row_aside(self) -> bool:
@@ -128,10 +137,9 @@ MATRIX = [
     ),
     Fault(
         "raises-in-the-capture",
-        {"at": "capture", "do": "raise"},
+        {"at": "capture", "do": "raise", "strategy": "hooks"},
         IncidentKind.DIED_SERVING,
         Blame.PATCH,
-        lasting=True,
     ),
     Fault(
         "segfaults-on-a-row",
@@ -194,18 +202,36 @@ class Faulty:
         """A job for these rows."""
         return self.stack.submit([{"input_ids": ids} for ids in rows], MODEL, LAYERS)
 
-    def incidents(self) -> list[Incident]:
-        """Every incident with its evidence, oldest first."""
+    def incidents(self, known: Collection[str] = ()) -> list[Incident]:
+        """Every incident with its evidence, oldest first, but for those whose ids are `known`."""
         client = self.stack.client
-        return [client.incident(listed.id) for listed in client.incidents()][::-1]
+        return [client.incident(listed.id) for listed in client.incidents() if listed.id not in known][::-1]
 
-    def outcome(self, fault: Fault, job: Job) -> tuple[Job, list[Incident]]:
-        """The job once it has succeeded, and the incidents until then. A lasting fault is switched off after one."""
+    def known(self) -> frozenset[str]:
+        """The ids of all incidents so far."""
+        return frozenset(listed.id for listed in self.stack.client.incidents())
+
+    def kill_engine(self) -> Incident | None:
+        """SIGKILL to all of the engine that runs, if any; returns its incident. The next job starts another engine."""
+        known, pids = self.known(), list(self.worker.engine_pids())
+        if not pids:
+            return None
+        processes.send(pids, processes.signal.SIGKILL)
+        (incident,) = until(lambda: self.incidents(known), 60, LOOK_SECONDS)
+        assert incident.processes_left == 0
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "not even as zombies"
+        return incident
+
+    def outcome(self, fault: Fault, job: Job, known: Collection[str] = ()) -> tuple[Job, list[Incident]]:
+        """The job once it has succeeded, and the incidents until then but for those `known`.
+
+        A lasting fault is switched off after one incident.
+        """
         if fault.lasting:
-            until(self.incidents, PATIENCE)
+            until(lambda: self.known() - set(known), PATIENCE, LOOK_SECONDS)
             self.switch_off()
         ended = self.stack.succeeded(job, PATIENCE)
-        return ended, self.incidents()
+        return ended, self.incidents(known)
 
     def server_pid(self) -> int:
         """The server of the engine that runs."""
@@ -215,18 +241,17 @@ class Faulty:
 
     def nothing_is_left(self) -> None:
         """No process of any engine but the newest is alive, and the installed SGLang is as released."""
-        *ended, _ = sorted(self.worker.run_dir.glob("engine-*"), key=lambda folder: int(folder.name.split("-")[1]))
-        for folder in ended:
-            left = [pid for pid in processes.marked(ENGINE_MARK, str(folder)) if processes.alive(pid)]
-            assert not left, f"{left} of {folder.name}"
+        *_, newest = sorted(self.worker.run_dir.glob("engine-*"), key=lambda folder: int(folder.name.split("-")[1]))
+        serving = processes.marked(ENGINE_MARK, str(newest))
+        left = self.worker.engine_pids() - set(serving)
+        assert not left, f"{left} of an engine before {newest.name}"
         assert check(find_package()).condition is Condition.PRISTINE
 
 
 @contextmanager
 def open_faulty(root: Path, model: Path, flags: tuple[str, ...] = ONE_BY_ONE) -> Iterator[Faulty]:
     """A stack that can be made to misbehave, below `root`."""
-    path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH", "")]))
-    env = {"LAYERTAP_LEASE_SECONDS": "10", "PYTHONPATH": path, "TEST_ENGINE_FAULT": str(root / "fault.json")}
+    env = {"LAYERTAP_LEASE_SECONDS": "10", "TEST_ENGINE_FAULT": str(root / "fault.json")}
     with open_stack(root, env=env) as stack:
         yield Faulty(stack, model, flags)
 

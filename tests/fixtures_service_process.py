@@ -28,15 +28,15 @@ PINS = Pins(model_hash="m", tokenizer_hash="t", chat_template_hash="c", engine_v
 LISTENING = re.compile(r"listening on (http://\S+)")
 
 
-def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
-    """What `condition` returns once that is true. Fails after `seconds`."""
+def until(condition: Callable[[], Any], seconds: float = 30, pause: float = 0.02) -> Any:
+    """What `condition` returns once that is true, asked every `pause` seconds. Fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
         if value:
             return value
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 def free_port() -> int:

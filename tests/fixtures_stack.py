@@ -42,7 +42,7 @@ PATIENCE = 900.0
 _START_SECONDS = 180.0
 _STOP_SECONDS = 75.0
 _GONE_SECONDS = 20.0
-_LOG_LINES, _LINE_CHARS = 60, 400
+_LOG_LINES, _LINE_CHARS, _ENGINE_LOGS = 60, 400, 6
 _REGISTERED = re.compile(r"registered as (wrk_\w+)")
 _open: list["Stack"] = []
 _STRICT_TEMPLATE = (
@@ -250,8 +250,9 @@ class Stack:
         return sorted(pid for pid in found if processes.alive(pid))
 
     def logs(self) -> Iterator[tuple[str, str]]:
-        """The end of every log."""
-        for path in sorted([*self.root.glob("*.log"), *self.root.glob("*/engine-*/engine.log")]):
+        """The end of every log, of the newest engines' only."""
+        engines = sorted(self.root.glob("*/engine-*/engine.log"), key=lambda path: path.stat().st_mtime)
+        for path in [*sorted(self.root.glob("*.log")), *engines[-_ENGINE_LOGS:]]:
             lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
             yield str(path.relative_to(self.root)), "\n".join(line[:_LINE_CHARS] for line in lines)
 

@@ -1,7 +1,6 @@
 """The self-check on the real engine: passes what is right, and sees every way in which a reading can be wrong."""
 
 import asyncio
-import os
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from worker.engine.spec import EngineSpec, Strategy
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 T = TypeVar("T")
-FAULTS = Path(__file__).resolve().parent.parent / "faults"
 
 
 class Checked:
@@ -28,9 +26,7 @@ class Checked:
         self._loop = asyncio.new_event_loop()
         self.file = directory.parent / "planted"
         self.facts = models.facts(model)
-        inherited = os.environ.get("PYTHONPATH", "")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FAULTS), inherited])))
             patch.setenv("TEST_PLANTED", str(self.file))
             self.engine = Engine(EngineSpec.of(self.facts, "cpu", strategy=strategy), directory, prefill_timeout=60)
             self._run(self.engine.launch(timeout=240))

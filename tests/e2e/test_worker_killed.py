@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engine_faults import FAULTS, LAYERS, MODEL, innocent
+from engine_faults import LAYERS, MODEL, innocent
 from fixtures_service_process import until
 from fixtures_stack import PATIENCE, SLOW, Stack, WorkerProcess, open_stack
 
@@ -65,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def killable(tmp_path: Path, tiny_llama: Path, site: Path) -> Iterator[Killable]:
     root = tmp_path / "stack"
-    path = os.pathsep.join(filter(None, [str(site), str(FAULTS), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     env = {"LAYERTAP_LEASE_SECONDS": "4", "PYTHONPATH": path, "TEST_ENGINE_FAULT": str(root / "fault.json")}
     with open_stack(root, env=env) as stack:
         yield Killable(stack, site / "sglang", tiny_llama)
@@ -79,7 +79,7 @@ def patched(killable: Killable, worker: WorkerProcess) -> None:
 
 def launching(killable: Killable, worker: WorkerProcess) -> None:
     """The engine is loading its model."""
-    until(lambda: killable.orphans(worker), PATIENCE)
+    until(lambda: killable.orphans(worker), PATIENCE, 0.1)
 
 
 def serving(killable: Killable, worker: WorkerProcess) -> None:

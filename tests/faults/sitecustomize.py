@@ -1,11 +1,12 @@
-"""Faults for tests: put on PYTHONPATH, this makes a real engine misbehave as the file named in the environment says.
+"""Engines of tests: on PYTHONPATH, this has them start sooner, and misbehave as the file named in the environment says.
 
-It acts in the processes of an engine only, and only while `TEST_ENGINE_FAULT` names a file that exists:
+It acts in the processes of an engine only. Faults are for as long as `TEST_ENGINE_FAULT` names a file that exists:
 `{"at": …, "do": …}`. `patched_only` spares engines without the capture, `strategy` those that capture in another way;
 `token` and `tokens` want a row with that token, or of that length; `once` takes the file away as the fault strikes.
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -131,7 +132,10 @@ _SPOIL = {
 }
 
 
-if FAULT and os.environ.get("LAYERTAP_ENGINE_DEVICE"):
-    spoil(_SPOIL)
-if wrong_readings.PLANTED and os.environ.get("LAYERTAP_ENGINE_DEVICE"):
-    spoil(wrong_readings.SPOIL)
+if os.environ.get("LAYERTAP_ENGINE_DEVICE"):
+    # More than a tenth of the time that SGLang takes to import would go into looking for garbage.
+    gc.set_threshold(100_000)
+    if FAULT:
+        spoil(_SPOIL)
+    if wrong_readings.PLANTED:
+        spoil(wrong_readings.SPOIL)

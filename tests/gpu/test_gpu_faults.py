@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from worker.watchdog.rules import Limits, Phase, Verdict
 
 pytestmark = pytest.mark.gpu
 
-FAULTS = Path(__file__).resolve().parent.parent / "faults"
 MARKED = 77
 STALL_SECONDS = 15.0
 
@@ -55,7 +53,6 @@ def test_a_kernel_that_spins_is_noticed_explained_and_its_memory_comes_back(
     fault = tmp_path / "fault.json"
     fault.write_text(json.dumps({"at": "forward", "do": "spin-kernel", "token": MARKED}))
     monkeypatch.setenv("TEST_ENGINE_FAULT", str(fault))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]))
     model = make("llama", tmp_path / "llama")
     before = used_bytes()
     engine = Engine(spec_of(model, 2048), tmp_path / "engine", prefill_timeout=300)

@@ -1,6 +1,7 @@
 """Each installer on the real engine: the capture reports in, and delivers what the others deliver, to the bit."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(installed, site / installed.name)
     (info,) = installed.parent.glob("sglang-*.dist-info")
     shutil.copytree(info, site / info.name)
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])))
     monkeypatch.syspath_prepend(site)
     assert find_package() == (site / installed.name).resolve()
     return site / installed.name
