@@ -98,6 +98,8 @@ class ShardPrefill:
         finished = False
         try:
             await self._clear_suspects(work, engine)
+            # Sent again, a row would still be on its way into the file when it already counts as written.
+            self._remember(ledger)
             try:
                 await work.run(self.rows, self._left())
             except EngineDownError:

@@ -36,12 +36,14 @@ class FakeEngine:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.alive = True
+        self.sent: list[tuple[str, int]] = []
         self.client = self
         self.spec = SimpleNamespace(chunked_prefill_size=TOKENS, device="cpu")
         sessions_dir(directory).mkdir(parents=True)
 
     async def prefill(self, rids: list[str], rows: list[Any]) -> list[None]:
         found = cast(list[Rid], [parse(name) for name in rids])
+        self.sent += [(rid.task, rid.row) for rid in found]
         await asyncio.sleep(FORWARD_S)
         if any((rid.task, rid.row) == KILLER for rid in found):
             self.alive = False
@@ -69,21 +71,21 @@ class FakeHost:
         self.budget = InFlight(2 * TOKENS)
         self.blamed: list[str] = []
         self._root = root
-        self._engines = [FakeEngine(root / "0")]
+        self.engines = [FakeEngine(root / "0")]
         self._one_at_a_time = asyncio.Lock()
 
     @asynccontextmanager
     async def use(self, model: str) -> AsyncIterator[FakeEngine]:
-        yield self._engines[-1]
+        yield self.engines[-1]
 
     async def ensure(self, facts: object) -> None:
         async with self._one_at_a_time:
-            if not self._engines[-1].alive:
+            if not self.engines[-1].alive:
                 await asyncio.sleep(FORWARD_S)
-                self._engines.append(FakeEngine(self._root / str(len(self._engines))))
+                self.engines.append(FakeEngine(self._root / str(len(self.engines))))
 
     async def blame_row(self, engine: FakeEngine) -> str | None:
-        if engine is self._engines[-1]:
+        if engine is self.engines[-1]:
             return None
         self.blamed.append(f"inc_{engine.directory.name}")
         return self.blamed[-1]
@@ -113,5 +115,22 @@ def test_a_row_whose_trial_began_on_an_engine_just_killed_is_not_blamed(
         (incident,) = host.blamed
         assert guilty[3].code == "kills_engine"
         assert incident in guilty[3].reason
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("killer", range(ROWS))
+def test_a_suspect_that_came_through_alone_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killer: int
+) -> None:
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", FORWARD_S)
+    monkeypatch.setattr("test_shard_prefill.KILLER", ("task_a", killer))
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        guilty = await asyncio.wait_for(_shard(host, "task_a", tmp_path).run(), 60)
+        assert list(guilty) == [killer]
+        for engine in host.engines:
+            assert len(engine.sent) == len(set(engine.sent))
 
     asyncio.run(scenario())
