@@ -5,7 +5,9 @@ until the row that kills it stands alone and is set aside. Everything else goes 
 """
 
 import asyncio
+import errno
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,13 +27,14 @@ from worker.engine.host import EngineHost, NoEngineError
 from worker.engine.self_check import READINGS
 from worker.engine.spec import chunk_tokens
 from worker.leases import HeldLease, LeaseKeeper
-from worker.prefill import Prefill, RowFailure
+from worker.prefill import Prefill, RowFailure, StorageWriteError
 from worker.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
 _PREFILL_GRACE_S = 60.0
 _PAUSE_S = 1.0
+_LAST_WRITE_S, _LAST_WRITE_POLL_S = 60.0, 0.002
 _MOST_ENGINES = 40
 """Engines one lease may wear out: enough to find several rows that kill among many in flight."""
 
@@ -115,6 +118,7 @@ class ShardPrefill:
             if not finished:
                 with suppress(EngineDownError):
                     await asyncio.shield(engine.client.abort(rid.lease_prefix))
+        await _at_rest(ledger)
 
     async def _clear_suspects(self, work: Prefill, engine: Engine) -> None:
         while self._suspects.group:
@@ -150,3 +154,12 @@ class ShardPrefill:
             self._written.add(row)
             if ledger.nonfinite[row]:
                 self._nonfinite[row] = int(ledger.nonfinite[row])
+
+
+async def _at_rest(ledger: Ledger) -> None:
+    """Waits for the write under way when the session was closed, as of a row given up. Raises `StorageWriteError`."""
+    closed = time.monotonic()
+    while ledger.in_writing:
+        if time.monotonic() - closed > _LAST_WRITE_S:
+            raise StorageWriteError(errno.ETIMEDOUT)
+        await asyncio.sleep(_LAST_WRITE_POLL_S)

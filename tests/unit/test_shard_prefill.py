@@ -134,3 +134,22 @@ def test_a_suspect_that_came_through_alone_is_not_sent_again(
             assert len(engine.sent) == len(set(engine.sent))
 
     asyncio.run(scenario())
+
+
+def test_a_shard_is_not_done_while_the_capture_writes_to_its_file(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        ledgers: list[Ledger] = []
+        shard = _shard(host, "task_b", tmp_path)
+        create = shard._ledger
+        monkey = cast(Any, shard)
+        monkey._ledger = lambda engine, rid: ledgers.append(create(engine, rid)) or ledgers[-1]
+        done = asyncio.create_task(shard.run())
+        await asyncio.sleep(FORWARD_S / 2)
+        with ledgers[0].writing():
+            await asyncio.sleep(20 * FORWARD_S)
+            assert ledgers[0].closed
+            assert not done.done()
+        assert await asyncio.wait_for(done, 60) == {}
+
+    asyncio.run(scenario())

@@ -43,10 +43,18 @@ class WrittenFile:
         """Writes the pieces of a run that begins at batch row `first`, and counts their tokens. Returns the bytes.
 
         `tensors` are the bytes of the run's hidden states [n, K, H] and, if asked for, of its final state [n, H];
-        `finite` [n] tells tokens with only finite values. What the file does not take is noted in the ledger.
+        `finite` [n] tells tokens with only finite values. What the file does not take is noted in the ledger. A row
+        that counts as done is left as it is, since the file may be on its way out.
         """
-        if self.ledger.closed or self.ledger.errno:
-            return 0
+        with self.ledger.writing() as may_write:
+            left = [piece for piece in pieces if not self.ledger.complete(piece.rid.row)]
+            if not may_write or self.ledger.errno or not left:
+                return 0
+            return self._write(left, first, tensors, finite)
+
+    def _write(
+        self, pieces: Sequence[Piece], first: int, tensors: Sequence[memoryview], finite: npt.NDArray[np.bool_]
+    ) -> int:
         nbytes = 0
         try:
             for begin, count, token in self._extents(pieces, first):
