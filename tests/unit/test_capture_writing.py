@@ -17,6 +17,7 @@ from worker.capture.host_copy import Copier, rows_finite
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, LedgerError, Session, publish, sessions_dir, withdraw
 from worker.capture.writer import Writer
+from worker.capture.written_file import WrittenFile
 
 H = 4
 BOUNDARIES = (1, 2)
@@ -208,6 +209,24 @@ def test_a_session_that_is_opened_anew_under_its_name_is_written(tmp_path: Path)
     until(lambda: bench.ledger.written[0] == 3)
     bench.ledger.close_session()
     withdraw(tmp_path, NAME)
+    again = Ledger.create(sessions_dir(tmp_path) / f"{NAME}.ledger", [3, 5])
+    publish(tmp_path, NAME, Session(str(bench.file), str(again.path), 0, 2 * H * 2, 8 * 2 * H * 2, H * 2))
+    bench.submit([_piece(1, 0, 5, 0)], *_states(5))
+    bench.writer.stop()
+    assert again.written.tolist() == [0, 5]
+
+
+def test_a_file_whose_closing_fails_ends_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(file: WrittenFile) -> None:
+        raise OSError(errno.EIO, "as of a network file system that could not write what it had taken")
+
+    bench = Bench(tmp_path)
+    monkeypatch.setattr(WrittenFile, "close", failing)
+    bench.submit([_piece(0, 0, 3, 0)], *_states(3))
+    until(lambda: bench.ledger.written[0] == 3)
+    bench.ledger.close_session()
+    bench.submit([_piece(1, 0, 5, 0)], *_states(5))
+    until(lambda: bench.counters.read().queued_runs == 0)
     again = Ledger.create(sessions_dir(tmp_path) / f"{NAME}.ledger", [3, 5])
     publish(tmp_path, NAME, Session(str(bench.file), str(again.path), 0, 2 * H * 2, 8 * 2 * H * 2, H * 2))
     bench.submit([_piece(1, 0, 5, 0)], *_states(5))
