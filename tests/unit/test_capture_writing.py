@@ -243,6 +243,13 @@ def test_a_full_disk_is_reported_and_ends_nothing(tmp_path: Path) -> None:
     assert bench.ledger.written.tolist() == [0, 0]
 
 
+def test_a_file_that_cannot_be_opened_is_reported_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, file=tmp_path / "unmounted" / "shard")
+    bench.submit([_piece(0, 0, 3, 0)], *_states(3))
+    bench.writer.stop()
+    assert bench.ledger.errno == errno.ENOENT
+
+
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.ledger"
     path.write_bytes(os.urandom(256))

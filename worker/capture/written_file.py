@@ -25,12 +25,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 class WrittenFile:
-    """The file and the ledger of one session. Close it with `close`."""
+    """The file and the ledger of one session. Close it with `close`.
+
+    Raises `OSError` where the file can't be opened, which the ledger is told, too.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.ledger = Ledger.open(Path(session.ledger))
-        self._fd = os.open(session.file, os.O_WRONLY)
+        try:
+            self._fd = os.open(session.file, os.O_WRONLY)
+        except OSError as error:
+            self.ledger.errno = error.errno or -1
+            raise
         self._offsets = [0, *accumulate(self.ledger.lengths.tolist())]
 
     def close(self) -> None:
