@@ -33,7 +33,7 @@ from worker.suspects import Suspects
 logger = logging.getLogger(__name__)
 
 _PREFILL_GRACE_S = 60.0
-_PAUSE_S = 1.0
+_PAUSE_S, _PAUSE_MOST_S = 1.0, 8.0
 _LAST_WRITE_S, _LAST_WRITE_POLL_S = 60.0, 0.002
 _MOST_ENGINES = 40
 """Engines one lease may wear out: enough to find several rows that kill among many in flight."""
@@ -68,16 +68,21 @@ class ShardPrefill:
 
         Raises `EngineKeepsDyingError`, `EngineUnavailableError`, `StorageWriteError`.
         """
+        pause = _PAUSE_S
+        met: Engine | None = None
         for _ in range(_MOST_ENGINES):
             try:
                 async with self.host.use(self.facts.name) as engine:
+                    pause = min(2 * pause, _PAUSE_MOST_S) if engine is met else _PAUSE_S
+                    met = engine
                     await self._with(engine)
                 break
             except (EngineDownError, NoEngineError) as error:
                 logger.warning("%s: %s", self.held.lease.task, error)
             self.keeper.phase(self.held, "engine restart", self.restart_seconds)
-            # It may be taken for alive for a moment more, and engines must not be counted that never were.
-            await asyncio.sleep(_PAUSE_S)
+            # It may be taken for alive until the watchdog misses its port, and engines must not be counted that never
+            # were: all pauses together are longer than that takes.
+            await asyncio.sleep(pause)
             await self.host.ensure(self.facts)
             await self._set_guilty_aside()
         else:

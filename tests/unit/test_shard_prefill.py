@@ -35,7 +35,7 @@ class FakeEngine:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.alive = True
+        self.died: float | None = None
         self.sent: list[tuple[str, int]] = []
         self.client = self
         self.spec = SimpleNamespace(chunked_prefill_size=TOKENS, device="cpu")
@@ -46,15 +46,15 @@ class FakeEngine:
         self.sent += [(rid.task, rid.row) for rid in found]
         await asyncio.sleep(FORWARD_S)
         if any((rid.task, rid.row) == KILLER for rid in found):
-            self.alive = False
-        if not self.alive:
+            self.died = self.died or time.monotonic()
+        if self.died is not None:
             raise EngineDownError("/generate: ReadError('')")
         for rid in found:
             Ledger.open(sessions_dir(self.directory) / f"{rid.session}.ledger").written[rid.row] = TOKENS
         return [None] * len(rids)
 
     async def answers(self) -> None:
-        if not self.alive:
+        if self.died is not None:
             raise EngineGoneError("/generate: ConnectError('')")
 
     async def abort(self, prefix: str) -> None:
@@ -70,6 +70,7 @@ class FakeHost:
     def __init__(self, root: Path) -> None:
         self.budget = InFlight(2 * TOKENS)
         self.blamed: list[str] = []
+        self.lingers = 0.0
         self._root = root
         self.engines = [FakeEngine(root / "0")]
         self._one_at_a_time = asyncio.Lock()
@@ -80,7 +81,8 @@ class FakeHost:
 
     async def ensure(self, facts: object) -> None:
         async with self._one_at_a_time:
-            if not self.engines[-1].alive:
+            dead = self.engines[-1].died
+            if dead is not None and time.monotonic() - dead >= self.lingers:
                 await asyncio.sleep(FORWARD_S)
                 self.engines.append(FakeEngine(self._root / str(len(self.engines))))
 
@@ -151,5 +153,21 @@ def test_a_shard_is_not_done_while_the_capture_writes_to_its_file(tmp_path: Path
             assert ledgers[0].closed
             assert not done.done()
         assert await asyncio.wait_for(done, 60) == {}
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_takes_a_minute_to_be_found_dead_costs_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.01
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", seconds)
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_MOST_S", 8 * seconds, raising=False)
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        host.lingers = 90 * seconds
+        guilty = await asyncio.wait_for(_shard(host, "task_a", tmp_path).run(), 60)
+        assert list(guilty) == [3]
 
     asyncio.run(scenario())
