@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from worker.shard_writer import ShardRows
 logger = logging.getLogger(__name__)
 
 LAYOUT_SECONDS = 300.0
+_MOST_LANES = 16
 SEAL_BYTES_PER_SECOND = 20e6
 COMMIT_PATIENCE_S = 600.0
 _PREFILL_GRACE_S = 60.0
@@ -67,22 +69,23 @@ class Extraction:
         wanted = range(spec.first_row, spec.first_row + spec.rows)
         rows, ids = await asyncio.to_thread(_load_rows, tokens, wanted)
         layout = self._layout(lease, spec, tokens.lengths[wanted.start : wanted.stop].tolist())
+        self.keeper.phase(held, "turn to lay out", LAYOUT_SECONDS * _MOST_LANES)
         async with self.layouts:
             self.keeper.phase(held, "layout", LAYOUT_SECONDS)
-            partial = await asyncio.to_thread(shard_writer.lay_out, final, layout, rows)
+            part = await _lay_out(final, layout, rows)
         try:
-            work = ShardPrefill(self.host, self.keeper, self.facts, held, layout, partial, ids, self.restart_seconds)
+            work = ShardPrefill(self.host, self.keeper, self.facts, held, layout, part, ids, self.restart_seconds)
             failures = await work.run()
             await self._report(held, rows, failures)
             if len(failures) == spec.rows:
-                partial.unlink()
+                part.unlink()
                 commit = ShardCommit(
                     **held.proof.model_dump(), bytes=0, sha256="", rows=0, tokens=0, row_errors=len(failures)
                 )
             else:
-                commit = await self._seal(held, layout, rows, partial, final, set(failures), work.engine)
+                commit = await self._seal(held, layout, rows, part, final, set(failures), work.engine)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
         self.keeper.phase(held, COMMIT_PHASE, COMMIT_PATIENCE_S)
         await self.api.commit_shard(lease.task, commit, COMMIT_PATIENCE_S)
@@ -104,7 +107,7 @@ class Extraction:
         held: HeldLease,
         layout: ShardLayout,
         rows: ShardRows,
-        partial: Path,
+        part: Path,
         final: Path,
         failed: set[int],
         engine: dict[str, object],
@@ -112,10 +115,10 @@ class Extraction:
         self.keeper.phase(held, "seal", _PREFILL_GRACE_S + layout.nbytes / SEAL_BYTES_PER_SECOND)
         layout = layout.with_metadata(self._metadata(held.lease, engine))
         if failed:
-            layout = await asyncio.to_thread(shard_writer.compact, partial, layout, rows, failed)
+            layout = await asyncio.to_thread(shard_writer.compact, part, layout, rows, failed)
         else:
-            await asyncio.to_thread(shard_writer.write_header, partial, layout)
-        sha256 = await asyncio.to_thread(shard_writer.seal, partial, final)
+            await asyncio.to_thread(shard_writer.write_header, part, layout)
+        sha256 = await asyncio.to_thread(shard_writer.seal, part, final)
         return ShardCommit(
             **held.proof.model_dump(),
             bytes=layout.nbytes,
@@ -158,6 +161,26 @@ class Extraction:
 def _shard_spec(lease: Lease) -> ShardSpec:
     assert lease.shard is not None
     return lease.shard
+
+
+async def _lay_out(final: Path, layout: ShardLayout, rows: ShardRows) -> Path:
+    """The partial file, laid out; none is left where that fails or is given up."""
+    laying = asyncio.create_task(asyncio.to_thread(shard_writer.lay_out, final, layout, rows))
+    try:
+        return await asyncio.shield(laying)
+    except BaseException:
+        if laying.done():
+            shard_writer.partial_path(final).unlink(missing_ok=True)
+        else:
+            # A thread can't be stopped, and might create the file only now.
+            laying.add_done_callback(partial(_remove, shard_writer.partial_path(final)))
+        raise
+
+
+def _remove(path: Path, laid: asyncio.Task[Path]) -> None:
+    path.unlink(missing_ok=True)
+    if not laid.cancelled() and (error := laid.exception()) is not None:
+        logger.warning("%s, of a lease given up: %s", path, error)
 
 
 def _load_rows(tokens: TokenRows, wanted: range) -> tuple[ShardRows, list[np.ndarray]]:

@@ -6,6 +6,8 @@ Out of memory halves the bound; it recovers slowly while all goes well.
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 
 class InFlight:
@@ -26,11 +28,21 @@ class InFlight:
             while self.used and self.used + tokens > self.limit:
                 self._released.clear()
                 await self._released.wait()
-            self.used += tokens
-            self._most = max(self._most, self.used)
-            since = time.monotonic()
-            self._admitted.append((tokens, since))
-            return since
+            return self._admit(tokens)
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Waits until nothing is in flight, and lets nothing in while the block runs, whatever becomes of the bound."""
+        async with self._turn:
+            while self.used:
+                self._released.clear()
+                await self._released.wait()
+            tokens = self.limit
+            since = self._admit(tokens)
+            try:
+                yield
+            finally:
+                self.release(tokens, since)
 
     def release(self, tokens: int, since: float | None = None) -> None:
         """Gives room back: that taken at `since`, as `acquire` said; without it, the oldest of as many tokens."""
@@ -40,6 +52,13 @@ class InFlight:
                 self._admitted.remove(entry)
                 break
         self._released.set()
+
+    def _admit(self, tokens: int) -> float:
+        self.used += tokens
+        self._most = max(self._most, self.used)
+        since = time.monotonic()
+        self._admitted.append((tokens, since))
+        return since
 
     def oldest(self) -> float | None:
         """Seconds since the oldest of what is in flight was let in; None with nothing in flight."""

@@ -79,21 +79,17 @@ class Prefill:
             raise _first(group) from group
 
     async def run_alone(self, rows: Sequence[npt.NDArray[np.int32]], todo: Sequence[int]) -> None:
-        """Like `run`, with nothing else in flight: the whole budget is taken first.
+        """Like `run`, with nothing else in flight.
 
         Raises `EngineGoneError` where the engine had ended before any of the rows was sent.
         """
         await self.held.confirmed()
-        whole = self.budget.limit
-        since = await self.budget.acquire(whole)
-        try:
+        async with self.budget.alone():
             # What was alone in flight before may just have killed it.
             await self.client.answers()
             left = [row for row in todo if row not in self.failures]
             for batch in batches([len(rows[i]) for i in left], self.batch_tokens):
                 await self._send([left[i] for i in batch], rows, attempt=0)
-        finally:
-            self.budget.release(whole, since)
 
     def _give_back(self, tokens: int, since: float, _: asyncio.Task[None]) -> None:
         self.budget.release(tokens, since)

@@ -5,7 +5,9 @@ until the row that kills it stands alone and is set aside. Everything else goes 
 """
 
 import asyncio
+import errno
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,13 +27,14 @@ from worker.engine.host import EngineHost, NoEngineError
 from worker.engine.self_check import READINGS
 from worker.engine.spec import chunk_tokens
 from worker.leases import HeldLease, LeaseKeeper
-from worker.prefill import Prefill, RowFailure
+from worker.prefill import Prefill, RowFailure, StorageWriteError
 from worker.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
 _PREFILL_GRACE_S = 60.0
-_PAUSE_S = 1.0
+_PAUSE_S, _PAUSE_MOST_S = 1.0, 8.0
+_LAST_WRITE_S, _LAST_WRITE_POLL_S = 60.0, 0.002
 _MOST_ENGINES = 40
 """Engines one lease may wear out: enough to find several rows that kill among many in flight."""
 
@@ -65,16 +68,21 @@ class ShardPrefill:
 
         Raises `EngineKeepsDyingError`, `EngineUnavailableError`, `StorageWriteError`.
         """
+        pause = _PAUSE_S
+        met: Engine | None = None
         for _ in range(_MOST_ENGINES):
             try:
                 async with self.host.use(self.facts.name) as engine:
+                    pause = min(2 * pause, _PAUSE_MOST_S) if engine is met else _PAUSE_S
+                    met = engine
                     await self._with(engine)
                 break
             except (EngineDownError, NoEngineError) as error:
                 logger.warning("%s: %s", self.held.lease.task, error)
             self.keeper.phase(self.held, "engine restart", self.restart_seconds)
-            # It may be taken for alive for a moment more, and engines must not be counted that never were.
-            await asyncio.sleep(_PAUSE_S)
+            # It may be taken for alive until the watchdog misses its port, and engines must not be counted that never
+            # were: all pauses together are longer than that takes.
+            await asyncio.sleep(pause)
             await self.host.ensure(self.facts)
             await self._set_guilty_aside()
         else:
@@ -98,6 +106,8 @@ class ShardPrefill:
         finished = False
         try:
             await self._clear_suspects(work, engine)
+            # Sent again, a row would still be on its way into the file when it already counts as written.
+            self._remember(ledger)
             try:
                 await work.run(self.rows, self._left())
             except EngineDownError:
@@ -113,6 +123,7 @@ class ShardPrefill:
             if not finished:
                 with suppress(EngineDownError):
                     await asyncio.shield(engine.client.abort(rid.lease_prefix))
+        await _at_rest(ledger)
 
     async def _clear_suspects(self, work: Prefill, engine: Engine) -> None:
         while self._suspects.group:
@@ -148,3 +159,12 @@ class ShardPrefill:
             self._written.add(row)
             if ledger.nonfinite[row]:
                 self._nonfinite[row] = int(ledger.nonfinite[row])
+
+
+async def _at_rest(ledger: Ledger) -> None:
+    """Waits for the write under way when the session was closed, as of a row given up. Raises `StorageWriteError`."""
+    closed = time.monotonic()
+    while ledger.in_writing:
+        if time.monotonic() - closed > _LAST_WRITE_S:
+            raise StorageWriteError(errno.ETIMEDOUT)
+        await asyncio.sleep(_LAST_WRITE_POLL_S)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from worker.capture.host_copy import Copier, rows_finite
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, LedgerError, Session, publish, sessions_dir, withdraw
 from worker.capture.writer import Writer
+from worker.capture.written_file import WrittenFile
 
 H = 4
 BOUNDARIES = (1, 2)
@@ -131,12 +133,46 @@ def test_a_gap_is_not_counted(tmp_path: Path) -> None:
 def test_a_row_sent_again_starts_over(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     states, final = _states(5)
-    states[0][4, 0] = float("nan")
-    bench.submit([_piece(1, 0, 5, 0)], states, final)
+    states[0][3, 0] = float("nan")
+    bench.submit([_piece(1, 0, 4, 0)], states, final)
     bench.submit([_piece(1, 0, 5, 0)], *_states(5))
     bench.writer.stop()
     assert bench.ledger.written.tolist() == [0, 5]
     assert bench.ledger.nonfinite.tolist() == [0, 0]
+
+
+def test_a_row_that_counts_as_done_is_written_no_more(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    states, final = _states(5)
+    bench.submit([_piece(1, 0, 5, 0)], states, final)
+    bench.submit([_piece(1, 0, 5, 0), _piece(0, 5, 3, 0)], *_states(8, seed=1))
+    hidden, finals = bench.written()
+    assert torch.equal(hidden[3:], torch.stack(states, 1))
+    assert torch.equal(finals[3:], final)
+    assert bench.ledger.progress() == (2, 8)
+
+
+def test_a_write_under_way_is_seen_after_the_session_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = written_file.pwrite_all
+
+    def slow(fd: int, data: memoryview, offset: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        write(fd, data, offset)
+
+    monkeypatch.setattr(written_file, "pwrite_all", slow)
+    bench = Bench(tmp_path)
+    assert not bench.ledger.in_writing
+    bench.submit([_piece(0, 0, 3, 0)], *_states(3))
+    assert begun.wait(60)
+    bench.ledger.close_session()
+    assert bench.ledger.in_writing
+    go_on.set()
+    bench.submit([_piece(1, 0, 5, 0)], *_states(5))
+    bench.writer.stop()
+    assert not bench.ledger.in_writing
+    assert bench.ledger.written.tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -180,6 +216,24 @@ def test_a_session_that_is_opened_anew_under_its_name_is_written(tmp_path: Path)
     assert again.written.tolist() == [0, 5]
 
 
+def test_a_file_whose_closing_fails_ends_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(file: WrittenFile) -> None:
+        raise OSError(errno.EIO, "as of a network file system that could not write what it had taken")
+
+    bench = Bench(tmp_path)
+    monkeypatch.setattr(WrittenFile, "close", failing)
+    bench.submit([_piece(0, 0, 3, 0)], *_states(3))
+    until(lambda: bench.ledger.written[0] == 3)
+    bench.ledger.close_session()
+    bench.submit([_piece(1, 0, 5, 0)], *_states(5))
+    until(lambda: bench.counters.read().queued_runs == 0)
+    again = Ledger.create(sessions_dir(tmp_path) / f"{NAME}.ledger", [3, 5])
+    publish(tmp_path, NAME, Session(str(bench.file), str(again.path), 0, 2 * H * 2, 8 * 2 * H * 2, H * 2))
+    bench.submit([_piece(1, 0, 5, 0)], *_states(5))
+    bench.writer.stop()
+    assert again.written.tolist() == [0, 5]
+
+
 def test_a_full_disk_is_reported_and_ends_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, file=Path("/dev/full"))
     bench.submit([_piece(0, 0, 3, 0)], *_states(3))
@@ -187,6 +241,13 @@ def test_a_full_disk_is_reported_and_ends_nothing(tmp_path: Path) -> None:
     bench.writer.stop()
     assert bench.ledger.errno == errno.ENOSPC
     assert bench.ledger.written.tolist() == [0, 0]
+
+
+def test_a_file_that_cannot_be_opened_is_reported_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, file=tmp_path / "unmounted" / "shard")
+    bench.submit([_piece(0, 0, 3, 0)], *_states(3))
+    bench.writer.stop()
+    assert bench.ledger.errno == errno.ENOENT
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:

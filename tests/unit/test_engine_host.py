@@ -61,3 +61,40 @@ def test_a_worker_that_stops_says_so_too(tmp_path: Path) -> None:
     with pytest.raises(EngineStopError):
         asyncio.run(_host(tmp_path, reports).stop())
     assert [incident.kind for incident in reports] == [IncidentKind.NOT_CLEANED_UP]
+
+
+def test_a_lane_that_is_cancelled_while_a_sick_engine_is_ended_ends_and_the_ending_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        host._engine, host._guard, host._facts = None, None, None
+        ended = asyncio.Event()
+
+        async def end_it() -> None:
+            await asyncio.sleep(0.1)
+            ended.set()
+
+        host._watch = asyncio.create_task(end_it())
+        lanes = [asyncio.create_task(host.ensure(_facts("new"))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        for lane in lanes:
+            lane.cancel()
+        outcomes = await asyncio.gather(*lanes, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
+        await asyncio.wait_for(ended.wait(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+
+        async def fail() -> None:
+            raise OSError(28, "No space left on device")
+
+        host._watch = asyncio.create_task(fail())
+        for _ in range(2):
+            with pytest.raises(EngineUnavailableError, match=r"survived SIGKILL|tried again in"):
+                await host.ensure(_facts("new"))
+
+    asyncio.run(scenario())

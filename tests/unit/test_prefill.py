@@ -250,3 +250,40 @@ def test_rows_that_are_to_be_alone_are_not_sent_to_an_engine_that_is_gone_alread
 
     run(scenario())
     assert engine.lists == []
+
+
+def test_rows_that_are_to_be_alone_stay_alone_while_the_bound_recovers(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent[0] == 1)
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            work.budget.halve()
+            alone = asyncio.create_task(work.run_alone(rows_of(ledger), [1]))
+            beside = asyncio.create_task(work.budget.acquire(TOKENS))
+            await asyncio.sleep(SECONDS / 2)
+            work.budget.recover()
+            await asyncio.sleep(SECONDS / 4)
+            assert not alone.done()
+            assert not beside.done()
+            await alone
+            await beside
+
+    run(scenario())
+
+
+def test_rows_that_are_to_be_alone_wait_for_the_last_row_in_flight_whatever_the_bound(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: False)
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            work.budget.halve()
+            since = await work.budget.acquire(TOKENS)
+            alone = asyncio.create_task(work.run_alone(rows_of(ledger), [1]))
+            await asyncio.sleep(0)
+            work.budget.recover()
+            await asyncio.sleep(SECONDS / 2)
+            assert engine.lists == []
+            work.budget.release(TOKENS, since)
+            await alone
+
+    run(scenario())

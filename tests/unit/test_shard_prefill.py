@@ -35,24 +35,26 @@ class FakeEngine:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.alive = True
+        self.died: float | None = None
+        self.sent: list[tuple[str, int]] = []
         self.client = self
         self.spec = SimpleNamespace(chunked_prefill_size=TOKENS, device="cpu")
         sessions_dir(directory).mkdir(parents=True)
 
     async def prefill(self, rids: list[str], rows: list[Any]) -> list[None]:
         found = cast(list[Rid], [parse(name) for name in rids])
+        self.sent += [(rid.task, rid.row) for rid in found]
         await asyncio.sleep(FORWARD_S)
         if any((rid.task, rid.row) == KILLER for rid in found):
-            self.alive = False
-        if not self.alive:
+            self.died = self.died or time.monotonic()
+        if self.died is not None:
             raise EngineDownError("/generate: ReadError('')")
         for rid in found:
             Ledger.open(sessions_dir(self.directory) / f"{rid.session}.ledger").written[rid.row] = TOKENS
         return [None] * len(rids)
 
     async def answers(self) -> None:
-        if not self.alive:
+        if self.died is not None:
             raise EngineGoneError("/generate: ConnectError('')")
 
     async def abort(self, prefix: str) -> None:
@@ -68,22 +70,24 @@ class FakeHost:
     def __init__(self, root: Path) -> None:
         self.budget = InFlight(2 * TOKENS)
         self.blamed: list[str] = []
+        self.lingers = 0.0
         self._root = root
-        self._engines = [FakeEngine(root / "0")]
+        self.engines = [FakeEngine(root / "0")]
         self._one_at_a_time = asyncio.Lock()
 
     @asynccontextmanager
     async def use(self, model: str) -> AsyncIterator[FakeEngine]:
-        yield self._engines[-1]
+        yield self.engines[-1]
 
     async def ensure(self, facts: object) -> None:
         async with self._one_at_a_time:
-            if not self._engines[-1].alive:
+            dead = self.engines[-1].died
+            if dead is not None and time.monotonic() - dead >= self.lingers:
                 await asyncio.sleep(FORWARD_S)
-                self._engines.append(FakeEngine(self._root / str(len(self._engines))))
+                self.engines.append(FakeEngine(self._root / str(len(self.engines))))
 
     async def blame_row(self, engine: FakeEngine) -> str | None:
-        if engine is self._engines[-1]:
+        if engine is self.engines[-1]:
             return None
         self.blamed.append(f"inc_{engine.directory.name}")
         return self.blamed[-1]
@@ -113,5 +117,57 @@ def test_a_row_whose_trial_began_on_an_engine_just_killed_is_not_blamed(
         (incident,) = host.blamed
         assert guilty[3].code == "kills_engine"
         assert incident in guilty[3].reason
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("killer", range(ROWS))
+def test_a_suspect_that_came_through_alone_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killer: int
+) -> None:
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", FORWARD_S)
+    monkeypatch.setattr("test_shard_prefill.KILLER", ("task_a", killer))
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        guilty = await asyncio.wait_for(_shard(host, "task_a", tmp_path).run(), 60)
+        assert list(guilty) == [killer]
+        for engine in host.engines:
+            assert len(engine.sent) == len(set(engine.sent))
+
+    asyncio.run(scenario())
+
+
+def test_a_shard_is_not_done_while_the_capture_writes_to_its_file(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        ledgers: list[Ledger] = []
+        shard = _shard(host, "task_b", tmp_path)
+        create = shard._ledger
+        monkey = cast(Any, shard)
+        monkey._ledger = lambda engine, rid: ledgers.append(create(engine, rid)) or ledgers[-1]
+        done = asyncio.create_task(shard.run())
+        await asyncio.sleep(FORWARD_S / 2)
+        with ledgers[0].writing():
+            await asyncio.sleep(20 * FORWARD_S)
+            assert ledgers[0].closed
+            assert not done.done()
+        assert await asyncio.wait_for(done, 60) == {}
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_takes_a_minute_to_be_found_dead_costs_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.01
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", seconds)
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_MOST_S", 8 * seconds, raising=False)
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        host.lingers = 90 * seconds
+        guilty = await asyncio.wait_for(_shard(host, "task_a", tmp_path).run(), 60)
+        assert list(guilty) == [3]
 
     asyncio.run(scenario())

@@ -8,6 +8,8 @@ other: a row counts as written only once its last byte has been handed to the fi
 import json
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from layertap.layout import ShardLayout
 
 _HEADER_WORDS = 8
 _MAGIC = 0x4C41594552544150  # "LAYERTAP"
-_WORD_MAGIC, _WORD_ROWS, _WORD_CLOSED, _WORD_ERRNO = range(4)
+_WORD_MAGIC, _WORD_ROWS, _WORD_CLOSED, _WORD_ERRNO, _WORD_WRITING = range(5)
 
 
 class LedgerError(RuntimeError):
@@ -29,7 +31,8 @@ class Ledger:
     """Shared record of a shard's rows: `lengths`, `written` and `nonfinite`, each int64 [n].
 
     `written[i]` is how many leading tokens of row i are in the file; `nonfinite[i]` counts its tokens that hold a NaN
-    or infinity. The capture alone writes those two, the worker alone writes `closed`.
+    or infinity. The capture alone writes those two, the worker alone writes `closed`. A row that is complete is written
+    no more.
     """
 
     def __init__(self, path: Path, words: npt.NDArray[np.int64], mapped: mmap.mmap) -> None:
@@ -68,6 +71,23 @@ class Ledger:
     def close_session(self) -> None:
         """Tells the capture to write no more."""
         self._words[_WORD_CLOSED] = 1
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """The capture may write to the file for as long as the block runs, unless this is False: the session is closed.
+
+        Said before it looks, so that who closes a session and then sees nobody write has the file to itself.
+        """
+        self._words[_WORD_WRITING] = 1
+        try:
+            yield not self.closed
+        finally:
+            self._words[_WORD_WRITING] = 0
+
+    @property
+    def in_writing(self) -> bool:
+        """Whether the capture may be writing to the file at this moment."""
+        return bool(self._words[_WORD_WRITING])
 
     @property
     def errno(self) -> int:

@@ -105,8 +105,8 @@ class _Thread(threading.Thread):
             if item is None:
                 break
             self._write(*item)
-        for file in self._open.values():
-            file.close()
+        for name in list(self._open):
+            self._close(name)
 
     def _write(self, run: _Run, pieces: list[Piece]) -> None:
         copy = run.copy
@@ -137,7 +137,14 @@ class _Thread(threading.Thread):
 
     def _close_ended(self) -> None:
         for name in [name for name, file in self._open.items() if file.ledger.closed]:
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        try:
             self._open.pop(name).close()
+        except OSError:
+            # It is let go of all the same. What the disk did not take, the worker's own fsync of the file finds out.
+            logger.exception("layertap: closing the file of %s failed", name)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

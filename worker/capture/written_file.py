@@ -25,12 +25,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 class WrittenFile:
-    """The file and the ledger of one session. Close it with `close`."""
+    """The file and the ledger of one session. Close it with `close`.
+
+    Raises `OSError` where the file can't be opened, which the ledger is told, too.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.ledger = Ledger.open(Path(session.ledger))
-        self._fd = os.open(session.file, os.O_WRONLY)
+        try:
+            self._fd = os.open(session.file, os.O_WRONLY)
+        except OSError as error:
+            self.ledger.errno = error.errno or -1
+            raise
         self._offsets = [0, *accumulate(self.ledger.lengths.tolist())]
 
     def close(self) -> None:
@@ -43,10 +50,18 @@ class WrittenFile:
         """Writes the pieces of a run that begins at batch row `first`, and counts their tokens. Returns the bytes.
 
         `tensors` are the bytes of the run's hidden states [n, K, H] and, if asked for, of its final state [n, H];
-        `finite` [n] tells tokens with only finite values. What the file does not take is noted in the ledger.
+        `finite` [n] tells tokens with only finite values. What the file does not take is noted in the ledger. A row
+        that counts as done is left as it is, since the file may be on its way out.
         """
-        if self.ledger.closed or self.ledger.errno:
-            return 0
+        with self.ledger.writing() as may_write:
+            left = [piece for piece in pieces if not self.ledger.complete(piece.rid.row)]
+            if not may_write or self.ledger.errno or not left:
+                return 0
+            return self._write(left, first, tensors, finite)
+
+    def _write(
+        self, pieces: Sequence[Piece], first: int, tensors: Sequence[memoryview], finite: npt.NDArray[np.bool_]
+    ) -> int:
         nbytes = 0
         try:
             for begin, count, token in self._extents(pieces, first):

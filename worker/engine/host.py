@@ -268,12 +268,15 @@ class EngineHost:
 
     async def _after_sickness(self) -> None:
         """Waits until a sick engine has been ended and reported; a healthy one's watch is called off."""
-        if self._watch is None:
+        watch = self._watch
+        if watch is None:
             return
         if self._engine is not None and self._engine.alive:
-            self._watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watch
+            watch.cancel()
+        # Not awaited itself: a lane that is cancelled here would cancel the watch, and leave the engine half ended.
+        await asyncio.wait({watch})
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            logger.error("the watch over the engine failed", exc_info=error)
         self._watch = None
 
     async def _end_engine(self) -> None:

@@ -27,7 +27,9 @@ async def warm_up(engine: Engine, vocab_size: int, max_row_tokens: int) -> float
     The measurement takes about a second at the most. On a CPU, where a request costs next to nothing beside a forward,
     the second chunk is the measurement.
     """
-    length = min(_ROW_TOKENS, max_row_tokens)
+    # A small KV cache takes shorter rows than the model does.
+    taken = max_row_tokens if engine.info is None else min(max_row_tokens, engine.info.max_row_tokens)
+    length = max(1, min(_ROW_TOKENS, taken))
     count = max(1, chunk_tokens(engine.spec.chunked_prefill_size, engine.spec.device) // length)
     ids = np.arange(count * length, dtype=np.int64) * 7919 % max(2, vocab_size - 1)
     rows = np.split(ids.astype(np.int32), count)
