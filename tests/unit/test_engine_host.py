@@ -98,3 +98,18 @@ def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) ->
                 await host.ensure(_facts("new"))
 
     asyncio.run(scenario())
+
+
+def test_a_watch_that_failed_keeps_no_engine_from_being_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+
+        async def fail() -> None:
+            raise OSError(28, "No space left on device")
+
+        host._watch = asyncio.create_task(fail())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopError):
+            await host.stop()
+
+    asyncio.run(scenario())

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,8 +152,8 @@ class EngineHost:
         """Ends the engine, used or not."""
         if self._watch is not None:
             self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
+            # One that failed is no reason to leave the engine behind.
+            await asyncio.wait({self._watch})
         await self._end_engine()
         self.status = "no engine"
 
