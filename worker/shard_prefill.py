@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _PREFILL_GRACE_S = 60.0
 _PAUSE_S, _PAUSE_MOST_S = 1.0, 8.0
+_INCIDENT_S = 90.0
+"""Longer than the watchdog takes to miss a port and to end its engine."""
 _LAST_WRITE_S, _LAST_WRITE_POLL_S = 60.0, 0.002
 _MOST_ENGINES = 40
 """Engines one lease may wear out: enough to find several rows that kill among many in flight."""
@@ -87,6 +89,7 @@ class ShardPrefill:
             await self._set_guilty_aside()
         else:
             raise EngineKeepsDyingError(f"the engine died {_MOST_ENGINES} times under this task")
+        await self._wait_for_incidents()
         for row in self._guilty:
             self.failures.setdefault(row, RowFailure("kills_engine", "the engine failed with this row alone in flight"))
         for row, count in self._nonfinite.items():
@@ -136,6 +139,14 @@ class ShardPrefill:
                     self._guilty[row] = engine
                 raise
             self._suspects.cleared()
+
+    async def _wait_for_incidents(self) -> None:
+        """The last row may have been found guilty before the watchdog found its engine dead."""
+        began = time.monotonic()
+        while not self._guilty.keys() <= self.failures.keys() and time.monotonic() - began < _INCIDENT_S:
+            self.keeper.phase(self.held, "incident", _INCIDENT_S)
+            await asyncio.sleep(_PAUSE_S)
+            await self._set_guilty_aside()
 
     async def _set_guilty_aside(self) -> None:
         """Notes the rows found guilty, with the incident, which is known once the dead engine is over with."""

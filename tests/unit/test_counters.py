@@ -1,13 +1,17 @@
 """The capture's counters: what one process counts another reads, spans under way included."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures_service_process import until
 
 from worker.capture import counters
 from worker.capture.counters import Counters, counters_file
+from worker.capture.host_copy import Copier, HostCopy
+from worker.capture.pinned import PinnedRing
 
 
 def reader(folder: Path) -> Counters:
@@ -59,6 +63,29 @@ def test_another_process_reads_what_this_one_counts(tmp_path: Path) -> None:
         os._exit(0 if until(lambda: reader(tmp_path).read().tokens == 5) else 1)
     written.wrote(5, 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_pinned_memory_given_back_by_two_threads_at_once_shows_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Counters.create(tmp_path)
+    copier = Copier(torch.device("cpu"), 1 << 20, written)
+    copier.ring = PinnedRing(torch.zeros(64, dtype=torch.uint8))
+    nothing = torch.zeros(0)
+    first, second = (HostCopy(nothing, None, nothing, slot=copier.ring.take(32, timeout=0)) for _ in range(2))
+    other = threading.Thread(target=copier.release, args=(second,))
+    tell = written.pinned
+
+    def held_up(nbytes: int, limit: int) -> None:
+        if not other.ident:
+            other.start()
+            other.join(0.2)
+        tell(nbytes, limit)
+
+    monkeypatch.setattr(written, "pinned", held_up)
+    copier.release(first)
+    other.join()
+    assert written.read().pinned_bytes == 0
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short", bytes(64), bytes(72)])

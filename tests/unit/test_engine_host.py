@@ -85,6 +85,33 @@ def test_a_lane_that_is_cancelled_while_a_sick_engine_is_ended_ends_and_the_endi
     asyncio.run(scenario())
 
 
+def test_no_engine_starts_while_one_is_being_ended_for_a_lane_that_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        seen: list[str] = []
+
+        async def slow(engine: Engine) -> None:
+            await asyncio.sleep(0.2)
+            seen.append("ended")
+
+        async def bring_up(facts: ModelFacts) -> None:
+            seen.append("started")
+
+        monkeypatch.setattr(Stubborn, "stop", slow)
+        monkeypatch.setattr(host, "_bring_up", bring_up)
+        lane = asyncio.create_task(host.ensure(_facts("new")))
+        await asyncio.sleep(0.05)
+        lane.cancel()
+        await asyncio.wait({lane})
+        assert lane.cancelled()
+        await host.ensure(_facts("new"))
+        assert seen == ["ended", "started"]
+
+    asyncio.run(scenario())
+
+
 def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _host(tmp_path, [])
@@ -96,5 +123,20 @@ def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) ->
         for _ in range(2):
             with pytest.raises(EngineUnavailableError, match=r"survived SIGKILL|tried again in"):
                 await host.ensure(_facts("new"))
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_that_failed_keeps_no_engine_from_being_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+
+        async def fail() -> None:
+            raise OSError(28, "No space left on device")
+
+        host._watch = asyncio.create_task(fail())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopError):
+            await host.stop()
 
     asyncio.run(scenario())

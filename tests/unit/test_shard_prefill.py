@@ -87,7 +87,7 @@ class FakeHost:
                 self.engines.append(FakeEngine(self._root / str(len(self.engines))))
 
     async def blame_row(self, engine: FakeEngine) -> str | None:
-        if engine is self.engines[-1]:
+        if engine.died is None or time.monotonic() - engine.died < max(self.lingers, FORWARD_S):
             return None
         self.blamed.append(f"inc_{engine.directory.name}")
         return self.blamed[-1]
@@ -169,5 +169,21 @@ def test_an_engine_that_takes_a_minute_to_be_found_dead_costs_no_lease(
         host.lingers = 90 * seconds
         guilty = await asyncio.wait_for(_shard(host, "task_a", tmp_path).run(), 60)
         assert list(guilty) == [3]
+
+    asyncio.run(scenario())
+
+
+def test_the_last_row_is_set_aside_with_its_incident_although_the_engine_dies_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", FORWARD_S)
+    monkeypatch.setattr("test_shard_prefill.KILLER", ("task_a", ROWS - 1))
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        host.lingers = 10 * FORWARD_S
+        guilty = await asyncio.wait_for(_shard(host, "task_a", tmp_path).run(), 60)
+        assert list(guilty) == [ROWS - 1]
+        assert host.blamed[-1] in guilty[ROWS - 1].reason
 
     asyncio.run(scenario())

@@ -4,6 +4,7 @@ Host memory is a ring of pinned memory with a bound. When storage can't keep up 
 that holds up the forward, and so the admission of rows.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,13 @@ class Copier:
 
     def __init__(self, device: torch.device, pool_bytes: int, counters: Counters) -> None:
         self._counters = counters
+        self._telling = threading.Lock()
         self.ring: PinnedRing | None = None
         self._stream: Any = None
         if device.type == "cuda":
             size = 1 << (pool_bytes.bit_length() - 1)
             self.ring = PinnedRing(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-            counters.pinned(0, size)
+            self._tell(self.ring)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def most_rows(self, states: list[torch.Tensor], final: torch.Tensor | None) -> int | None:
@@ -85,7 +87,12 @@ class Copier:
         if self.ring is not None and copy.slot is not None:
             self.ring.give(copy.slot)
             copy.slot = None
-            self._counters.pinned(self.ring.used, self.ring.size)
+            self._tell(self.ring)
+
+    def _tell(self, ring: PinnedRing) -> None:
+        # One at a time, or what is told last may have been looked up first.
+        with self._telling:
+            self._counters.pinned(ring.used, ring.size)
 
     def _to_host(self, parts: list[torch.Tensor], ring: PinnedRing) -> tuple[Slot, list[torch.Tensor]]:
         starts = [0]
@@ -93,7 +100,7 @@ class Copier:
             starts.append(starts[-1] + (part.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN)
         with self._counters.waiting():
             slot = ring.take(starts[-1], _ROOM_TIMEOUT_S)
-        self._counters.pinned(ring.used, ring.size)
+        self._tell(ring)
         copies = []
         for part, start in zip(parts, starts, strict=False):
             host = slot.memory[start : start + part.nbytes].view(part.dtype).view(part.shape)

@@ -8,9 +8,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from layertap.schemas.figures import WorkerFigures
 from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
@@ -78,7 +79,7 @@ class EngineHost:
         self._guard: Guard | None = None
         self._gauge: Gauge | None = None
         self._gpu_before: int | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[Any] | None = None
         self._users = 0
         self._idle = asyncio.Condition()
         self._started = 0
@@ -152,8 +153,8 @@ class EngineHost:
         """Ends the engine, used or not."""
         if self._watch is not None:
             self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
+            # One that failed is no reason to leave the engine behind.
+            await asyncio.wait({self._watch})
         await self._end_engine()
         self.status = "no engine"
 
@@ -285,7 +286,10 @@ class EngineHost:
         self._engine, self._guard, self._gauge, self._facts = None, None, None, None
         if engine is None or guard is None or facts is None:
             return
-        survived = await _end(engine)
+        # In the watch's place: a lane that is cancelled here leaves it to the next to wait for.
+        self._watch = ending = asyncio.create_task(_end(engine))
+        await asyncio.wait({ending})
+        self._watch, survived = None, ending.result()
         left = await _gpu_bytes_left(self._gpu_before)
         memory = left is not None and left > _GPU_SLACK_BYTES
         if survived or memory:
