@@ -128,6 +128,7 @@ def test_a_gap_is_not_counted(tmp_path: Path) -> None:
     bench.submit([_piece(1, 0, 3, 2)], *_states(3))
     bench.writer.stop()
     assert bench.ledger.written.tolist() == [0, 0]
+    assert bench.counters.read().tokens == 0
 
 
 def test_a_row_sent_again_starts_over(tmp_path: Path) -> None:

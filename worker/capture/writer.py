@@ -116,8 +116,8 @@ class _Thread(threading.Thread):
             if file is not None:
                 tensors = [_bytes_of(tensor) for tensor in (copy.hidden, copy.final) if tensor is not None]
                 with self._counters.writing(self._index):
-                    nbytes = file.write(pieces, run.first, tensors, copy.finite.numpy())
-                self._counters.wrote(sum(piece.count for piece in pieces) if nbytes else 0, nbytes)
+                    written = file.write(pieces, run.first, tensors, copy.finite.numpy())
+                self._counters.wrote(*written)
         except Exception:
             # The ledger shows these rows unwritten, which the worker acts on; the next run may still succeed.
             logger.exception("layertap: %d pieces were not written", len(pieces))

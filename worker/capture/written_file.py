@@ -46,8 +46,8 @@ class WrittenFile:
 
     def write(
         self, pieces: Sequence[Piece], first: int, tensors: Sequence[memoryview], finite: npt.NDArray[np.bool_]
-    ) -> int:
-        """Writes the pieces of a run that begins at batch row `first`, and counts their tokens. Returns the bytes.
+    ) -> tuple[int, int]:
+        """Writes the pieces of a run that begins at batch row `first`. Returns tokens, as counted, and bytes.
 
         `tensors` are the bytes of the run's hidden states [n, K, H] and, if asked for, of its final state [n, H];
         `finite` [n] tells tokens with only finite values. What the file does not take is noted in the ledger. A row
@@ -56,12 +56,12 @@ class WrittenFile:
         with self.ledger.writing() as may_write:
             left = [piece for piece in pieces if not self.ledger.complete(piece.rid.row)]
             if not may_write or self.ledger.errno or not left:
-                return 0
+                return 0, 0
             return self._write(left, first, tensors, finite)
 
     def _write(
         self, pieces: Sequence[Piece], first: int, tensors: Sequence[memoryview], finite: npt.NDArray[np.bool_]
-    ) -> int:
+    ) -> tuple[int, int]:
         nbytes = 0
         try:
             for begin, count, token in self._extents(pieces, first):
@@ -69,11 +69,12 @@ class WrittenFile:
         except OSError as error:
             self.ledger.errno = error.errno or -1
             logger.error("layertap: writing %s failed: %s", self.session.file, error)
-            return 0
+            return 0, 0
+        tokens = 0
         for piece in pieces:
             begin = piece.start - first
-            self._count(piece, finite[begin : begin + piece.count])
-        return nbytes
+            tokens += self._count(piece, finite[begin : begin + piece.count])
+        return tokens, nbytes
 
     def _extents(self, pieces: Sequence[Piece], first: int) -> Iterator[tuple[int, int, int]]:
         """(first token in the run, tokens, first token in the file) of stretches that are adjacent in both.
@@ -103,7 +104,7 @@ class WrittenFile:
                 written += nbytes
         return written
 
-    def _count(self, piece: Piece, finite: npt.NDArray[np.bool_]) -> None:
+    def _count(self, piece: Piece, finite: npt.NDArray[np.bool_]) -> int:
         ledger, row, bad = self.ledger, piece.rid.row, piece.count - int(np.count_nonzero(finite))
         if piece.position == 0:
             ledger.nonfinite[row] = bad
@@ -111,8 +112,9 @@ class WrittenFile:
             ledger.nonfinite[row] += bad
         else:
             logger.error("layertap: row %d of %s has a gap before position %d", row, piece.rid.session, piece.position)
-            return
+            return 0
         ledger.written[row] = piece.position + piece.count
+        return piece.count
 
 
 def _start_write_back(fd: int, offset: int, nbytes: int) -> None:
