@@ -156,7 +156,10 @@ class Prefill:
             await self._send([row], rows, attempt)
 
     async def _written(self, rows: list[int]) -> list[int]:
-        """Waits until the rows are in the file; returns those that stopped getting there."""
+        """Waits until the rows are in the file; returns those that stopped getting there.
+
+        Raises `StorageWriteError` for a write that failed, or that has not come back for a minute.
+        """
         pause, advanced, seen = _WRITE_POLL_FIRST_S, time.monotonic(), -1
         while left := [row for row in rows if not self.ledger.complete(row)]:
             if self.ledger.errno:
@@ -165,6 +168,9 @@ class Prefill:
             if tokens != seen:
                 advanced, seen = time.monotonic(), tokens
             elif time.monotonic() - advanced > _WRITE_STALL_S:
+                if self.ledger.in_writing:
+                    # The storage stands still, which is no fault of these rows.
+                    raise StorageWriteError(errno.ETIMEDOUT)
                 return left
             await asyncio.sleep(pause)
             pause = min(2 * pause, _WRITE_POLL_MOST_S)

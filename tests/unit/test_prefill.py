@@ -18,7 +18,7 @@ from worker.capture.session import Ledger
 from worker.engine.client import EngineClient, EngineDownError, EngineGoneError
 from worker.inflight import InFlight
 from worker.leases import HeldLease
-from worker.prefill import Prefill
+from worker.prefill import Prefill, StorageWriteError
 from worker.settings import Settings
 
 SECONDS = 0.5
@@ -48,6 +48,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.takes_aborts = True
         self.gone = False
+        self.arrives = True
         self.port = 0
 
     @asynccontextmanager
@@ -87,7 +88,7 @@ class FakeEngine:
             self.lists.append(sent)
         starved = any(self.stuck(one) for one in sent)
         for row, attempt in sent:
-            if not self.stuck((row, attempt)) and not (starved and row in self.behind):
+            if self.arrives and not self.stuck((row, attempt)) and not (starved and row in self.behind):
                 self.ledger.written[row] = TOKENS
         if starved:
             return None
@@ -285,5 +286,21 @@ def test_rows_that_are_to_be_alone_wait_for_the_last_row_in_flight_whatever_the_
             assert engine.lists == []
             work.budget.release(TOKENS, since)
             await alone
+
+    run(scenario())
+
+
+def test_a_write_that_does_not_come_back_is_the_storage_s_fault_and_no_row_s(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.2)
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.arrives = False
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            with ledger.writing(), pytest.raises(StorageWriteError, match="ETIMEDOUT"):
+                await work.run(rows_of(ledger), range(24))
+            assert work.failures == {}
 
     run(scenario())

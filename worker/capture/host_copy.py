@@ -78,7 +78,8 @@ class Copier:
             on_device = _gather(states, final, start, stop)
             parts = [part for part in (on_device.hidden, on_device.finite, on_device.final) if part is not None]
             slot, (hidden, finite, *final_host) = self._to_host(parts, self.ring)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Writers sleep until it comes, and leave the processor to the scheduler.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return HostCopy(hidden, final_host[0] if final_host else None, finite, event, slot)
 
