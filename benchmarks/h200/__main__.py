@@ -32,6 +32,8 @@ TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 21, "moe-30b-a3b": 1 << 19}
 """Tokens of one repetition: ten to thirty seconds of plain prefill."""
 OTHER_TOKENS = 1 << 16
 """Tokens for the ways that are ten times slower."""
+MIXES = ["256", "2048", "16384", "sharegpt"]
+"""Measured unless others are asked for: rows of that many tokens, or of many lengths."""
 WINDOW_S = 30.0
 
 
@@ -187,7 +189,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", action="append", choices=sorted(shapes.SHAPES))
-    parser.add_argument("--mix", action="append", choices=["256", "2048", "16384", "sharegpt"])
+    parser.add_argument("--mix", action="append", choices=[*MIXES, "131072"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--endure", type=float, default=0, help="seconds of the first shape's long run")
     parser.add_argument("--engine-arg", action="append", default=[])
@@ -204,7 +206,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(facts), flush=True)
     out = Results(arguments.out, facts)
-    mixes = arguments.mix or ["256", "2048", "16384", "sharegpt"]
+    mixes = arguments.mix or MIXES
     for index, shape in enumerate(arguments.shape or list(shapes.SHAPES)):
         endure = arguments.endure if index == 0 else 0.0
         asyncio.run(measure_shape(shape, mixes, arguments.repeats, work, arguments.engine_arg, out, endure))

@@ -8,7 +8,7 @@ import numpy as np
 VOCAB = 32000
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 262144, "torch_dtype": "bfloat16",
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 8,
 }  # fmt: skip
 SHAPES = {
