@@ -257,7 +257,10 @@ def test_a_file_where_the_folder_should_be_is_a_clear_error(source: Folder, clie
 def test_ctrl_c_ends_a_pull_promptly_and_keeps_the_part(source: Folder, faulty: FaultyServer, tmp_path: Path) -> None:
     faulty.faults = [None, cut_after(80_000), silence, silence, silence]
     command = [sys.executable, "-m", "layertap.cli", "--url", faulty.url, "pull", JOB, str(tmp_path / "out")]
+    # Tests that run in the background were told to ignore it, and would hand that on.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([*command, "--jobs", "1"], stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     try:
         _until(lambda: len(_shard_requests(faulty)) == 2)
         started = time.monotonic()
