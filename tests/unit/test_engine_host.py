@@ -9,8 +9,9 @@ from layertap.schemas.incidents import IncidentKind, IncidentReport
 from layertap.schemas.shards import Pins
 from layertap.schemas.workers import ModelFacts
 from worker.engine.engine import Engine, EngineStopError
-from worker.engine.host import EngineHost, EngineUnavailableError
+from worker.engine.host import EngineHost, EngineUnavailableError, _Serving
 from worker.engine.spec import EngineSpec
+from worker.gauge import Gauge
 from worker.settings import Settings
 from worker.watchdog.guard import Guard
 from worker.watchdog.rules import Limits
@@ -38,9 +39,13 @@ def _host(tmp_path: Path, reports: list[IncidentReport]) -> EngineHost:
     host = EngineHost(Settings(run_dir=tmp_path), "cpu", 1024, "wrk_1", report, list)
     spec = EngineSpec("/models", "BF16", "cpu", "0.5.23", installer=None)
     engine = Stubborn(spec, tmp_path, prefill_timeout=1)
-    host._engine, host._facts = engine, _facts("old")
-    host._guard = Guard(engine, Limits(), lambda: 0, lambda: None)
+    guard = Guard(engine, Limits(), lambda: 0, lambda: None)
+    host._serving = _Serving(engine, guard, Gauge(engine, guard, host.budget), _facts("old"), None)
     return host
+
+
+async def _fail() -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_an_engine_that_would_not_end_is_an_incident_and_no_other_is_started(tmp_path: Path) -> None:
@@ -66,7 +71,7 @@ def test_a_worker_that_stops_says_so_too(tmp_path: Path) -> None:
 def test_a_lane_that_is_cancelled_while_a_sick_engine_is_ended_ends_and_the_ending_goes_on(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _host(tmp_path, [])
-        host._engine, host._guard, host._facts = None, None, None
+        host._serving = None
         ended = asyncio.Event()
 
         async def end_it() -> None:
@@ -115,11 +120,7 @@ def test_no_engine_starts_while_one_is_being_ended_for_a_lane_that_was_cancelled
 def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _host(tmp_path, [])
-
-        async def fail() -> None:
-            raise OSError(28, "No space left on device")
-
-        host._watch = asyncio.create_task(fail())
+        host._watch = asyncio.create_task(_fail())
         for _ in range(2):
             with pytest.raises(EngineUnavailableError, match=r"survived SIGKILL|tried again in"):
                 await host.ensure(_facts("new"))
@@ -130,11 +131,7 @@ def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) ->
 def test_a_watch_that_failed_keeps_no_engine_from_being_ended(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _host(tmp_path, [])
-
-        async def fail() -> None:
-            raise OSError(28, "No space left on device")
-
-        host._watch = asyncio.create_task(fail())
+        host._watch = asyncio.create_task(_fail())
         await asyncio.sleep(0)
         with pytest.raises(EngineStopError):
             await host.stop()

@@ -63,6 +63,17 @@ class _Breaker:
         self.retry_at = time.monotonic() + min(_RETRY_FIRST_S * 2**self.failures, _RETRY_MOST_S)
 
 
+@dataclass(frozen=True)
+class _Serving:
+    """An engine that serves, and what goes with it; `gpu_before` are the bytes in use before it was started."""
+
+    engine: Engine
+    guard: Guard
+    gauge: Gauge
+    facts: ModelFacts
+    gpu_before: int | None
+
+
 class EngineHost:
     """Owns the worker's engine. `report` is told of each incident, `tasks` names the tasks in hand."""
 
@@ -74,11 +85,7 @@ class EngineHost:
         self._worker = worker
         self._report = report
         self._tasks = tasks
-        self._engine: Engine | None = None
-        self._facts: ModelFacts | None = None
-        self._guard: Guard | None = None
-        self._gauge: Gauge | None = None
-        self._gpu_before: int | None = None
+        self._serving: _Serving | None = None
         self._watch: asyncio.Task[Any] | None = None
         self._users = 0
         self._idle = asyncio.Condition()
@@ -98,12 +105,11 @@ class EngineHost:
     @property
     def model(self) -> str | None:
         """Name of the model that is served, if any."""
-        usable = self._engine is not None and self._engine.alive
-        return self._facts.name if usable and self._facts is not None else None
+        return self._serving.facts.name if self._serving is not None and self._serving.engine.alive else None
 
     def figures(self) -> WorkerFigures | None:
         """How the engine fares, since it was last asked and before; None while none serves."""
-        return self._gauge.look() if self._gauge is not None and self.model is not None else None
+        return self._serving.gauge.look() if self._serving is not None and self._serving.engine.alive else None
 
     async def ensure(self, facts: ModelFacts) -> None:
         """Makes the engine serve that model, once nobody uses another. Raises `EngineUnavailableError`."""
@@ -129,12 +135,12 @@ class EngineHost:
     @asynccontextmanager
     async def use(self, model: str) -> AsyncIterator[Engine]:
         """The engine, kept for as long as the block runs. Raises `NoEngineError` if it does not serve `model`."""
-        engine = self._engine
-        if self.model != model or engine is None:
+        serving = self._serving
+        if self.model != model or serving is None:
             raise NoEngineError(f"no engine serves {model}")
         self._users += 1
         try:
-            yield engine
+            yield serving.engine
         finally:
             self._users -= 1
             await asyncio.shield(self._notify())
@@ -202,8 +208,7 @@ class EngineHost:
             draft.gpu_bytes_left = await _gpu_bytes_left(before)
             return draft
         if spec.installer is not None:
-            self._engine, self._guard, self._facts, self._gpu_before = engine, guard, facts, before
-            self._gauge = Gauge(engine, guard, self.budget)
+            self._serving = _Serving(engine, guard, Gauge(engine, guard, self.budget), facts, before)
             guard.enter(Phase.IDLE)
             self._watch = asyncio.create_task(self._watch_over(engine, guard, facts.name, before))
         return None
@@ -246,7 +251,7 @@ class EngineHost:
         logger.error("engine of %s is sick: %s", model, verdict.reason)
         self.status = f"ending a sick engine: {verdict.reason}"
         draft = await self._keep(guard, verdict, model)
-        self._engine, self._guard, self._gauge, self._facts = None, None, None, None
+        self._serving = None
         if left := await _end(engine):
             draft.processes_left = 1
             draft.tried.append(f"could not be ended: {left}"[:1000])
@@ -272,7 +277,7 @@ class EngineHost:
         watch = self._watch
         if watch is None:
             return
-        if self._engine is not None and self._engine.alive:
+        if self.model is not None:
             watch.cancel()
         # Not awaited itself: a lane that is cancelled here would cancel the watch, and leave the engine half ended.
         await asyncio.wait({watch})
@@ -282,19 +287,18 @@ class EngineHost:
 
     async def _end_engine(self) -> None:
         """Ends a healthy engine. What it leaves behind is an incident. Raises `EngineStopError` if it would not end."""
-        engine, guard, facts = self._engine, self._guard, self._facts
-        self._engine, self._guard, self._gauge, self._facts = None, None, None, None
-        if engine is None or guard is None or facts is None:
+        serving, self._serving = self._serving, None
+        if serving is None:
             return
         # In the watch's place: a lane that is cancelled here leaves it to the next to wait for.
-        self._watch = ending = asyncio.create_task(_end(engine))
+        self._watch = ending = asyncio.create_task(_end(serving.engine))
         await asyncio.wait({ending})
         self._watch, survived = None, ending.result()
-        left = await _gpu_bytes_left(self._gpu_before)
+        left = await _gpu_bytes_left(serving.gpu_before)
         memory = left is not None and left > _GPU_SLACK_BYTES
         if survived or memory:
             words = survived or f"{(left or 0) >> 20} MiB of GPU memory are still taken"
-            draft = await self._keep(guard, Verdict(IncidentKind.NOT_CLEANED_UP, words), facts.name)
+            draft = await self._keep(serving.guard, Verdict(IncidentKind.NOT_CLEANED_UP, words), serving.facts.name)
             draft.processes_left, draft.gpu_bytes_left = int(bool(survived)), left
             await self._publish(draft, Blame.UNKNOWN)
         if survived:
