@@ -4,7 +4,6 @@ One int64 a word, in shared memory: the engine's process alone writes, and a rea
 rate from any two readings, however long they lie apart. Figures for people: nothing is decided by them.
 """
 
-import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
+
+from worker.capture.words import Words, mapped
 
 _MAGIC = 0x4C41594552434E54  # "LAYERCNT"
 WRITERS = 8
@@ -43,7 +43,7 @@ class Counted:
 class Counters:
     """The words of one engine. `waiting` is for one thread, and `writing` for one thread an index."""
 
-    def __init__(self, words: npt.NDArray[np.int64]) -> None:
+    def __init__(self, words: Words) -> None:
         self._words = words
         self._adding = threading.Lock()
 
@@ -52,8 +52,7 @@ class Counters:
         """Fresh counters in an engine's run directory, all zero."""
         words = np.zeros(_WORDS, dtype=np.int64)
         words[_MAGIC_WORD] = _MAGIC
-        path = counters_file(run_dir)
-        path.write_bytes(words.tobytes())
+        counters_file(run_dir).write_bytes(words.tobytes())
         counters = cls.open(run_dir)
         assert counters is not None
         return counters
@@ -62,8 +61,7 @@ class Counters:
     def open(cls, run_dir: Path) -> "Counters | None":
         """The counters of that engine; None where it has none, or not of this release."""
         try:
-            with counters_file(run_dir).open("r+b") as file:
-                words = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.int64)
+            words = mapped(counters_file(run_dir))
         except (OSError, ValueError):
             return None
         return cls(words) if len(words) == _WORDS and words[_MAGIC_WORD] == _MAGIC else None

@@ -13,6 +13,8 @@ import torch
 from worker.capture.counters import Counters
 from worker.capture.pinned import PinnedRing, Slot
 
+_CUDA: Any = torch.cuda
+"""Its streams and events come without types."""
 _ALIGN = 4096
 _SHARE = 4
 """A copy takes at most this part of the ring, so that one is filled while others are written."""
@@ -54,7 +56,7 @@ class Copier:
             size = 1 << (pool_bytes.bit_length() - 1)
             self.ring = PinnedRing(torch.empty(size, dtype=torch.uint8, pin_memory=True))
             self._tell(self.ring)
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = _CUDA.Stream(device)
 
     def most_rows(self, states: list[torch.Tensor], final: torch.Tensor | None) -> int | None:
         """How many rows of these states one copy may take, or None for any number."""
@@ -79,7 +81,7 @@ class Copier:
             parts = [part for part in (on_device.hidden, on_device.finite, on_device.final) if part is not None]
             slot, (hidden, finite, *final_host) = self._to_host(parts, self.ring)
             # Writers sleep until it comes, and leave the processor to the scheduler.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event = _CUDA.Event(blocking=True)
             event.record(self._stream)
         return HostCopy(hidden, final_host[0] if final_host else None, finite, event, slot)
 

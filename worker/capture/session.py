@@ -6,7 +6,6 @@ other: a row counts as written only once its last byte has been handed to the fi
 """
 
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layertap.layout import ShardLayout
+from worker.capture.words import Words, mapped
 
 _HEADER_WORDS = 8
 _MAGIC = 0x4C41594552544150  # "LAYERTAP"
@@ -35,10 +35,9 @@ class Ledger:
     no more.
     """
 
-    def __init__(self, path: Path, words: npt.NDArray[np.int64], mapped: mmap.mmap) -> None:
+    def __init__(self, path: Path, words: Words) -> None:
         self.path = path
         self._words = words
-        self._mapped = mapped
         rows = int(words[_WORD_ROWS])
         body = words[_HEADER_WORDS:].reshape(3, rows)
         self.lengths, self.written, self.nonfinite = body[0], body[1], body[2]
@@ -56,12 +55,10 @@ class Ledger:
     @classmethod
     def open(cls, path: Path) -> "Ledger":
         """Maps an existing ledger. Raises `LedgerError`, or `OSError` where there is no file."""
-        with path.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 0)
-        words = np.frombuffer(mapped, dtype=np.int64)
+        words = mapped(path)
         if len(words) < _HEADER_WORDS or words[_WORD_MAGIC] != _MAGIC or len(words) != 8 + 3 * words[_WORD_ROWS]:
             raise LedgerError(f"{path} is not a ledger")
-        return cls(path, words, mapped)
+        return cls(path, words)
 
     @property
     def closed(self) -> bool:
