@@ -29,6 +29,7 @@ from worker.engine import processes
 from worker.engine.engine import MARK, Engine, EngineLaunchError
 from worker.engine.self_check import check
 from worker.engine.spec import EngineSpec, chunk_tokens
+from worker.in_hand import inflight_tokens
 from worker.inflight import InFlight
 from worker.leases import HeldLease
 from worker.prefill import Prefill, batches
@@ -38,8 +39,6 @@ from worker.watchdog.evidence import redact, tail
 LAUNCH_SECONDS = 240.0
 PREFILL_SECONDS = 120.0
 _WARM_UP_ROWS = 6
-_INFLIGHT_CHUNKS = 4
-"""Prefill chunks in the engine at a time, the worker's default."""
 _count = itertools.count()
 
 
@@ -154,7 +153,7 @@ async def serving(model: Path, rows: Sequence[Ids], folder: Path) -> AsyncIterat
     try:
         await check(engine, facts)
         layers = boundaries.resolve(None, Preset.EAGLE3, facts.num_layers)
-        budget = InFlight(_INFLIGHT_CHUNKS * chunk_tokens(0, "cpu"))
+        budget = InFlight(inflight_tokens(0, chunk_tokens(0, "cpu"), "cpu"))
         passes = Passes(engine, budget, rows, layers, folder)
         small = passes.some(0, _WARM_UP_ROWS)
         await small.plain()

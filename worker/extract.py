@@ -27,6 +27,7 @@ from layertap.schemas.tasks import (
 from layertap.schemas.workers import ModelFacts
 from worker import shard_writer
 from worker.engine.host import EngineHost
+from worker.in_hand import MOST_LANES
 from worker.leases import COMMIT_PHASE, HeldLease, LeaseKeeper
 from worker.plan.tokens import TokenRows
 from worker.prefill import RowFailure
@@ -37,7 +38,6 @@ from worker.shard_writer import ShardRows
 logger = logging.getLogger(__name__)
 
 LAYOUT_SECONDS = 300.0
-_MOST_LANES = 16
 SEAL_BYTES_PER_SECOND = 20e6
 COMMIT_PATIENCE_S = 600.0
 _PREFILL_GRACE_S = 60.0
@@ -69,7 +69,7 @@ class Extraction:
         wanted = range(spec.first_row, spec.first_row + spec.rows)
         rows, ids = await asyncio.to_thread(_load_rows, tokens, wanted)
         layout = self._layout(lease, spec, tokens.lengths[wanted.start : wanted.stop].tolist())
-        self.keeper.phase(held, "turn to lay out", LAYOUT_SECONDS * _MOST_LANES)
+        self.keeper.phase(held, "turn to lay out", LAYOUT_SECONDS * MOST_LANES)
         async with self.layouts:
             self.keeper.phase(held, "layout", LAYOUT_SECONDS)
             part = await _lay_out(final, layout, rows)

@@ -4,6 +4,8 @@ In flight: enough chunks that the engine always has the next one while the last 
 while one shard prefills, others are laid out, flushed and hashed, which on a GPU takes longer than the prefill.
 """
 
+MOST_LANES = 16
+"""Shards that an operator may have in hand at a time."""
 _INFLIGHT_CHUNKS = {"cpu": 4, "cuda": 8}
 _LANES = {"cpu": 2, "cuda": 5}
 

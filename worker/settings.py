@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from worker.engine.spec import DEFAULT_POOL_BYTES
+from worker.in_hand import MOST_LANES
 
 
 class Settings(BaseSettings):
@@ -62,7 +63,10 @@ class Settings(BaseSettings):
         description="pinned host memory for states on their way to storage, rounded down to a power of two",
     )
     shard_lanes: int = Field(
-        0, ge=0, le=16, description="shards in hand at a time, some prefilled while others are sealed; 0: by device"
+        0,
+        ge=0,
+        le=MOST_LANES,
+        description="shards in hand at a time, some prefilled while others are sealed; 0: by device",
     )
     poll_interval: float = Field(1.0, gt=0, le=2.0, description="seconds between control polls")
     stop_timeout: float = Field(60, gt=0, description="seconds that a graceful stop may take")

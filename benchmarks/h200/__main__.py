@@ -74,18 +74,10 @@ async def measure_shape(
                 done = await once(engine, rows, three, work)
                 threes.append(done.seconds)
             out.add(shape, mix, "plain prefill", tokens, plains)
-            out.add(shape, mix, "extract 3 + final", tokens, threes, done.nbytes, done.steady)
+            out.extracted(shape, mix, "extract 3 + final", done, threes)
             if mix == "2048":
                 done = await once(engine, rows[: OTHER_TOKENS * 4 // 2048], every, work)
-                out.add(
-                    shape,
-                    mix,
-                    f"extract all {depth + 1} + final",
-                    done.tokens,
-                    [done.seconds],
-                    done.nbytes,
-                    done.steady,
-                )
+                out.extracted(shape, mix, f"extract all {depth + 1} + final", done)
         if endure:
             await measure_endurance(engine, shape, three, work, endure, out)
 
@@ -101,9 +93,7 @@ async def measure_endurance(
         done = await once(engine, rows, layers, work, seconds)
     plains.append(await plain(engine, rows, CHUNK))
     out.add(shape, "2048", "plain prefill, before and after", tokens, plains)
-    out.add(
-        shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", done.tokens, [done.seconds], done.nbytes, done.steady
-    )
+    out.extracted(shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", done)
     windows = [0] * (int(done.seconds / WINDOW_S) + 1)
     for when, written in done.commits:
         windows[int(when / WINDOW_S)] += written

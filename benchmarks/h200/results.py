@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.h200.local import Extracted
+
 
 class Results:
     """The rows so far, and the longest run; `facts` describe the machine."""
@@ -42,6 +44,12 @@ class Results:
             + ("" if steady is None else f"  steady {steady:>8,.0f} tokens/s"),
             flush=True,
         )
+
+    def extracted(
+        self, shape: str, mix: str, way: str, done: Extracted, seconds: Sequence[float] | None = None
+    ) -> None:
+        """An extraction, or the last of several that took `seconds` each."""
+        self.add(shape, mix, way, done.tokens, seconds or [done.seconds], done.nbytes, done.steady)
 
     def endured(self, **figures: Any) -> None:
         """What the long run was like."""

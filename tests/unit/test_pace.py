@@ -1,5 +1,8 @@
 """Readings of counters become rates: over a sliding window, and on the mean while rows are in the engine."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +14,10 @@ from worker.pace import WINDOW_S, Pace, Reading, Window
 GIB = 1 << 30
 
 
-def reading(at: float, tokens: int, busy: bool = True, gpu: int | None = None, **more: float) -> Reading:
+def reading(at: float, tokens: int, busy: bool = True, gpu: int | None = None, **more: Any) -> Reading:
     """Tokens of ten bytes each, and whatever else is counted."""
-    words = {"wait_seconds": 0.0, "write_seconds": 0.0, "queued_runs": 0, "pinned_bytes": 0, "pinned_limit": 0}
-    return Reading(at, Counted(tokens, 10 * tokens, **{**words, **more}), busy, gpu)  # type: ignore[arg-type]
+    nothing = Counted(tokens, 10 * tokens, 0.0, 0.0, queued_runs=0, pinned_bytes=0, pinned_limit=0)
+    return Reading(at, replace(nothing, **more), busy, gpu)
 
 
 def paced(*readings: Reading, plain: float | None = None) -> WorkerFigures:
