@@ -18,34 +18,42 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200 import hugging_face, naive, shapes
+from benchmarks.h200 import hugging_face, in_process, naive, shapes
 from benchmarks.h200.local import Extracted, extract, plain
 from benchmarks.h200.memory import watched
 from benchmarks.h200.results import Results
 from worker.engine.engine import Engine
-from worker.engine.spec import EngineSpec
+from worker.engine.spec import EngineSpec, command
 from worker.models import engine_version
+from worker.patch.installer import UNPATCHED
 
 CHUNK = 8192
 LAUNCH_SECONDS = 400
+MODULE_SECONDS = 240
 TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 21, "moe-30b-a3b": 1 << 19}
 """Tokens of one repetition: ten to thirty seconds of plain prefill."""
-OTHER_TOKENS = 1 << 16
+FEW_TOKENS = 1 << 16
 """Tokens for the ways that are ten times slower."""
 MIXES = ["256", "2048", "16384", "sharegpt"]
 """Measured unless others are asked for: rows of that many tokens, or of many lengths."""
+WAYS = ["extract", "in-forward", "hugging-face", "in-process"]
+"""Layertap and plain prefill; what is done in the engine's forward otherwise; what is done without an engine."""
 WINDOW_S = 30.0
 
 
-@asynccontextmanager
-async def serving(shape: str, work: Path, extra: list[str]) -> AsyncIterator[Engine]:
-    """An engine of that shape with random weights; ended at the end."""
-    spec = EngineSpec(
+def engine_spec(shape: str, work: Path, extra: list[str]) -> EngineSpec:
+    """An engine of that shape with random weights."""
+    return EngineSpec(
         model_path=str(shapes.write(shape, work / shape)), dtype="BF16", device="cuda",
         chunked_prefill_size=CHUNK, engine_version=engine_version(),
         extra_args=("--load-format=dummy", "--max-prefill-tokens=16384", *extra),
     )  # fmt: skip
-    engine = Engine(spec, work / f"engine-{shape}", prefill_timeout=300)
+
+
+@asynccontextmanager
+async def serving(shape: str, work: Path, extra: list[str]) -> AsyncIterator[Engine]:
+    """That engine while it serves; ended at the end."""
+    engine = Engine(engine_spec(shape, work, extra), work / f"engine-{shape}", prefill_timeout=300)
     began = time.monotonic()
     await engine.launch(LAUNCH_SECONDS)
     print(f"{shape}: serving after {time.monotonic() - began:.0f} s", flush=True)
@@ -76,7 +84,7 @@ async def measure_shape(
             out.add(shape, mix, "plain prefill", tokens, plains)
             out.extracted(shape, mix, "extract 3 + final", done, threes)
             if mix == "2048":
-                done = await once(engine, rows[: OTHER_TOKENS * 4 // 2048], every, work)
+                done = await once(engine, rows[: FEW_TOKENS * 4 // 2048], every, work)
                 out.extracted(shape, mix, f"extract all {depth + 1} + final", done)
         if endure:
             await measure_endurance(engine, shape, three, work, endure, out)
@@ -114,12 +122,12 @@ async def once(engine: Engine, rows: list[Any], layers: list[int], work: Path, a
         shutil.rmtree(storage)
 
 
-async def measure_others(shape: str, work: Path, extra: list[str], out: Results) -> None:
+async def measure_in_forward(shape: str, work: Path, extra: list[str], out: Results) -> None:
     """`torch.save` in the forward, and SGLang's own `return_hidden_states` (last layer only), on one engine."""
     site, saved = work / "site", work / "saved"
     naive.install(site)
     os.makedirs(saved, exist_ok=True)
-    rows = shapes.rows(shapes.lengths("2048", OTHER_TOKENS))
+    rows = shapes.rows(shapes.lengths("2048", FEW_TOKENS))
     with _environment(
         {
             naive.FOLDER_VARIABLE: str(saved),
@@ -131,7 +139,7 @@ async def measure_others(shape: str, work: Path, extra: list[str], out: Results)
             await plain(engine, rows[:8], CHUNK)
             naive.switch(saved).touch()
             seconds = [await plain(engine, rows, CHUNK) for _ in range(2)]
-            out.add(shape, "2048", "torch.save in the forward", OTHER_TOKENS, seconds)
+            out.add(shape, "2048", "torch.save in the forward", FEW_TOKENS, seconds)
             naive.switch(saved).unlink()
             few = rows[:8]
             seconds = [await plain(engine, few, CHUNK, {"return_hidden_states": True})]
@@ -141,14 +149,33 @@ async def measure_others(shape: str, work: Path, extra: list[str], out: Results)
 
 def measure_hugging_face(shape: str, work: Path, out: Results) -> None:
     """`output_hidden_states` of the same shape, four rows of 2,048 tokens at a time, saved by safetensors."""
-    argv = [sys.executable, "-m", hugging_face.__name__, str(shapes.write(shape, work / shape)), str(work / "hf"), "8"]
-    run = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=300)
-    if run.returncode:
-        print(f"{shape}: Hugging Face did not run: {run.stderr[-2000:]}", flush=True)
-        return
-    found = json.loads(run.stdout.splitlines()[-1])
-    (work / "hf").unlink()
-    out.add(shape, "2048", "Hugging Face output_hidden_states", found["tokens"], [found["seconds"]], found["bytes"])
+    file = work / "hf"
+    found = _module(hugging_face.__name__, str(shapes.write(shape, work / shape)), str(file), "8")
+    file.unlink(missing_ok=True)
+    if found is not None:
+        out.add(shape, "2048", "Hugging Face output_hidden_states", found["tokens"], [found["seconds"]], found["bytes"])
+
+
+def measure_in_process(shape: str, work: Path, extra: list[str], out: Results) -> None:
+    """Plain prefill without HTTP, rows of 256 and of 2,048 tokens."""
+    _, _, _, *arguments = command(engine_spec(shape, work, extra), 30_000, "-", UNPATCHED)
+    found = _module(in_process.__name__, "256,2048", str(TOKENS[shape]), str(CHUNK), *arguments)
+    for mix, seconds in (found or {}).items():
+        tokens = sum(shapes.lengths(mix, TOKENS[shape]))
+        out.add(shape, mix, "sglang.Engine in process, no states", tokens, [seconds])
+
+
+def _module(name: str, *arguments: str) -> dict[str, Any] | None:
+    """What a module of ours prints as JSON, run in a process of its own; None, and why, where it fails."""
+    argv = [sys.executable, "-m", name, *arguments]
+    try:
+        run = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=MODULE_SECONDS)
+    except subprocess.SubprocessError as error:
+        print(f"{name} did not run: {error}: {str(getattr(error, 'stderr', ''))[-2000:]}", flush=True)
+        return None
+    # Engines log, some of it to the same place, and after.
+    found: dict[str, Any] = json.loads(next(line for line in run.stdout.splitlines()[::-1] if line.startswith("{")))
+    return found
 
 
 @contextmanager
@@ -183,7 +210,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--endure", type=float, default=0, help="seconds of the first shape's long run")
     parser.add_argument("--engine-arg", action="append", default=[])
-    parser.add_argument("--no-others", action="store_true", help="Layertap and plain prefill alone")
+    parser.add_argument("--way", action="append", choices=WAYS, help="what to measure; all of it unless said")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -196,13 +223,17 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(facts), flush=True)
     out = Results(arguments.out, facts)
-    mixes = arguments.mix or MIXES
+    mixes, ways, extra = arguments.mix or MIXES, arguments.way or WAYS, arguments.engine_arg
     for index, shape in enumerate(arguments.shape or list(shapes.SHAPES)):
         endure = arguments.endure if index == 0 else 0.0
-        asyncio.run(measure_shape(shape, mixes, arguments.repeats, work, arguments.engine_arg, out, endure))
-        if not arguments.no_others:
-            asyncio.run(measure_others(shape, work, arguments.engine_arg, out))
+        if "extract" in ways:
+            asyncio.run(measure_shape(shape, mixes, arguments.repeats, work, extra, out, endure))
+        if "in-forward" in ways:
+            asyncio.run(measure_in_forward(shape, work, extra, out))
+        if "hugging-face" in ways:
             measure_hugging_face(shape, work, out)
+        if "in-process" in ways:
+            measure_in_process(shape, work, extra, out)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from worker.engine.engine import Engine
-from worker.watchdog.observe import engine_processes, gpu_use, look
+from worker.watchdog.gpu import gpu_use
+from worker.watchdog.observe import engine_processes, look
 
 Look = tuple[float, int, int, int]
-"""Seconds since the beginning, MiB in use on the GPU, MiB resident in all processes, per cent that the GPU is busy."""
+"""Seconds since the beginning, MiB in use on its GPU, MiB resident in all processes, per cent that the GPU is busy."""
 
 
 @asynccontextmanager
@@ -29,7 +30,7 @@ async def watched(engine: Engine, every: float, keep: Callable[[list[Look]], Non
 async def _watch(engine: Engine, every: float, looks: list[Look], keep: Callable[[list[Look]], None]) -> None:
     began = time.monotonic()
     while True:
-        gpu = await asyncio.to_thread(gpu_use)
+        gpu = await asyncio.to_thread(gpu_use, engine.gpus)
         seen = [*await asyncio.to_thread(engine_processes, engine.directory, engine.pid), look(os.getpid())]
         resident = sum(process.rss_bytes for process in seen if process is not None)
         used, busy = (0, 0) if gpu is None else (gpu.bytes_used, gpu.busy or 0)

@@ -22,7 +22,7 @@ class Figures(Schema):
     `tokens_per_second` and `bytes_per_second` count what is written. `plain_share` is those tokens over the plain
     prefill that the engine managed at its start, a rough figure that may exceed 1. `pool_fill`: share of the pinned
     memory that is taken. `writer_wait`: share of time in which the forward stood still for the writer. `gpu_use`: share
-    of time in which the busiest GPU of the worker's machine was in use.
+    of time in which the busiest of the worker's GPUs was in use.
     """
 
     tokens_per_second: Rate

@@ -23,7 +23,7 @@ _NOW = {
     "plain_ratio": ("plain_share", "Tokens a second as a share of plain prefill, measured when the engine started"),
     "pool_fill_ratio": ("pool_fill", "Share of the pinned memory that is taken"),
     "writer_wait_ratio": ("writer_wait", "Share of time in which the forward stood still for the writer"),
-    "gpu_use_ratio": ("gpu_use", "Share of time in which the busiest GPU of the machine was in use"),
+    "gpu_use_ratio": ("gpu_use", "Share of time in which the busiest of its GPUs was in use"),
 }
 """Metric's name, less its beginning: the field of the figures, and what it says."""
 _WORKER = {

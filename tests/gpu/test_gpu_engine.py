@@ -18,11 +18,13 @@ from reference import relative_error, states
 
 from worker import models
 from worker.engine.engine import Engine
+from worker.engine.gpus import gpus_of
 from worker.engine.probe import Probed, probe
 from worker.engine.self_check import check
 from worker.engine.spec import EngineSpec
 from worker.engine.warm_up import warm_up
 from worker.models import engine_version
+from worker.watchdog.gpu import gpu_bytes_used
 
 pytestmark = pytest.mark.gpu
 
@@ -108,15 +110,36 @@ def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
     assert worst < WITHIN
 
 
-def used_bytes() -> int:
-    """Bytes in use on the first GPU, whoever uses them."""
+def test_what_another_gpu_holds_is_not_taken_for_the_engines() -> None:
+    """Needs two GPUs."""
     import pynvml
+    import torch
 
     pynvml.nvmlInit()
-    try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
-    finally:
-        pynvml.nvmlShutdown()
+    identity = str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(1)))
+    spec = spec_of(Path("model"), 2048)
+
+    def used(visible: str) -> int:
+        return gpu_bytes_used(gpus_of(spec, {"CUDA_VISIBLE_DEVICES": visible})) or 0
+
+    names = ["0", "1", identity, identity[:12]]
+    before = {name: used(name) for name in names}
+    held = torch.empty(2 << 30, dtype=torch.uint8, device="cuda:1")
+    grown = {name: used(name) - before[name] for name in names}
+    del held
+    print({name: f"{size >> 20} MiB more" for name, size in grown.items()})
+    assert grown.pop("0") < 1 << 29
+    assert all(size >= 2 << 30 for size in grown.values())
+    assert gpu_bytes_used(["99"]) is None
+    assert gpu_bytes_used(["GPU-of-nobody"]) is None
+    assert gpu_bytes_used(["MIG-of-nobody"]) is None
+
+
+def used_bytes() -> int:
+    """Bytes in use on the first GPU, whoever uses them."""
+    used = gpu_bytes_used(["0"])
+    assert used is not None
+    return used
 
 
 def test_a_stopped_engine_gives_its_gpu_memory_back(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from worker.capture.report import Attached, attached_dir, read_reports
 from worker.capture.session import sessions_dir
 from worker.engine import processes
 from worker.engine.client import EngineClient, EngineDownError, EngineInfo
+from worker.engine.gpus import gpus_of
 from worker.engine.judgement import Judgement
 from worker.engine.spec import EngineSpec, Strategy, command, environment
 from worker.patch.choice import make, patch_digest
@@ -85,6 +86,11 @@ class Engine:
     def pid(self) -> int | None:
         """Process id of the server, which leads the engine's session and process group."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The GPUs that it is given, by number or UUID."""
+        return gpus_of(self.spec, os.environ)
 
     def log_bytes(self) -> int:
         """How long the log is."""

@@ -27,9 +27,9 @@ from worker.patch.choice import choose, offers
 from worker.patch.package import find_package
 from worker.settings import Settings
 from worker.watchdog.attribution import Attempt, Settled, Way, next_step, ways
+from worker.watchdog.gpu import gpu_bytes_used
 from worker.watchdog.guard import Guard
 from worker.watchdog.incident import Draft
-from worker.watchdog.observe import gpu_bytes_used
 from worker.watchdog.rules import Limits, Phase, Verdict
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Breaker:
 
 @dataclass(frozen=True)
 class _Serving:
-    """An engine that serves, and what goes with it; `gpu_before` are the bytes in use before it was started."""
+    """An engine that serves, and what goes with it; `gpu_before`: bytes in use on its GPUs before it was started."""
 
     engine: Engine
     guard: Guard
@@ -189,9 +189,9 @@ class EngineHost:
     async def _start(self, facts: ModelFacts, spec: EngineSpec) -> Draft | None:
         """One start under watch: None when the engine is up (kept, if patched), else what is known of the failure."""
         self._started += 1
-        before = await asyncio.to_thread(gpu_bytes_used)
         directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
         engine = Engine(spec, directory, self._settings.row_timeout)
+        before = await asyncio.to_thread(gpu_bytes_used, engine.gpus)
         guard = Guard(engine, self._limits, self.budget.recent, self.budget.oldest)
         healthy, left = False, ""
         try:
@@ -205,7 +205,7 @@ class EngineHost:
             if left:
                 draft.processes_left = 1
                 draft.verdict = replace(draft.verdict, reason=f"{draft.verdict.reason}; could not be ended: {left}")
-            draft.gpu_bytes_left = await _gpu_bytes_left(before)
+            draft.gpu_bytes_left = await _gpu_bytes_left(engine, before)
             return draft
         if spec.installer is not None:
             self._serving = _Serving(engine, guard, Gauge(engine, guard, self.budget), facts, before)
@@ -255,7 +255,7 @@ class EngineHost:
         if left := await _end(engine):
             draft.processes_left = 1
             draft.tried.append(f"could not be ended: {left}"[:1000])
-        draft.gpu_bytes_left = await _gpu_bytes_left(before)
+        draft.gpu_bytes_left = await _gpu_bytes_left(engine, before)
         if draft.verdict.kind is IncidentKind.OUT_OF_MEMORY:
             self.budget.halve()
         self.status = "no engine"
@@ -294,7 +294,7 @@ class EngineHost:
         self._watch = ending = asyncio.create_task(_end(serving.engine))
         await asyncio.wait({ending})
         self._watch, survived = None, ending.result()
-        left = await _gpu_bytes_left(serving.gpu_before)
+        left = await _gpu_bytes_left(serving.engine, serving.gpu_before)
         memory = left is not None and left > _GPU_SLACK_BYTES
         if survived or memory:
             words = survived or f"{(left or 0) >> 20} MiB of GPU memory are still taken"
@@ -347,13 +347,13 @@ async def _end(engine: Engine) -> str:
     return ""
 
 
-async def _gpu_bytes_left(before: int | None) -> int | None:
-    """GPU memory in use beyond what was before the engine, once it has had time to come back; None without a GPU."""
+async def _gpu_bytes_left(engine: Engine, before: int | None) -> int | None:
+    """Memory of its GPUs in use beyond what was before the engine, once it has had time to come back; None without."""
     if before is None:
         return None
     left = 0
     for _ in range(_GPU_LOOKS):
-        left = (await asyncio.to_thread(gpu_bytes_used) or 0) - before
+        left = (await asyncio.to_thread(gpu_bytes_used, engine.gpus) or 0) - before
         if left <= _GPU_SLACK_BYTES:
             break
         await asyncio.sleep(_GPU_LOOK_EVERY_S)

@@ -61,18 +61,27 @@ def chunk_tokens(asked: int, device: str) -> int:
     return asked or (_GPU_CHUNK if device == "cuda" else _CPU_CHUNK)
 
 
-_LONG_NAMES = {"pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size"}
+_LONG_NAMES = {
+    "pipeline_parallel_size": "pp_size",
+    "data_parallel_size": "dp_size",
+    "tensor_parallel_size": "tp_size",
+}
+
+
+def asked(extra_args: Iterable[str]) -> dict[str, str | Literal[True]]:
+    """The server arguments by name, `tp_size` for `--tp-size`; True for a switch. The last of two equal ones wins."""
+    words = [word for argument in extra_args for word in argument.split("=", 1)]
+    found: dict[str, str | Literal[True]] = {}
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name = word.removeprefix("--").replace("-", "_")
+        if word.startswith("--"):
+            found[_LONG_NAMES.get(name, name)] = True if following.startswith("--") else following or True
+    return found
 
 
 def refusal(extra_args: Iterable[str]) -> str | None:
     """Why an engine with these arguments cannot be captured, or None where nothing speaks against it."""
-    words = [word for argument in extra_args for word in argument.split("=", 1)]
-    asked: dict[str, object] = {}
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        name = word.removeprefix("--").replace("-", "_")
-        if word.startswith("--"):
-            asked[_LONG_NAMES.get(name, name)] = True if following.startswith("--") else following or True
-    why = scattered.refusal(asked)
+    why = scattered.refusal(asked(extra_args))
     return None if why is None else f"--engine-arg={why}"
 
 

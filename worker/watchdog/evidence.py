@@ -17,7 +17,8 @@ from pathlib import Path
 from layertap.schemas.incidents import MAX_EVIDENCE_BYTES, Evidence, ProcessEvidence
 from worker.patch.package import find_package
 from worker.patch.source import SourceInstaller
-from worker.watchdog.observe import Seen, engine_processes, gpu_lines
+from worker.watchdog.gpu import gpu_lines
+from worker.watchdog.observe import Seen, engine_processes
 
 LOG_LINES = 200
 _STACK_SECONDS = 10.0

@@ -12,7 +12,8 @@ from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
 from worker.engine.judgement import CheckError
 from worker.watchdog.evidence import gather, patch_state
-from worker.watchdog.observe import engine_processes, gpu_use, port_open
+from worker.watchdog.gpu import gpu_use
+from worker.watchdog.observe import engine_processes, port_open
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
 
 LOOK_EVERY_S = 1.0
@@ -48,7 +49,7 @@ class Guard:
 
     @property
     def gpu_busy(self) -> int | None:
-        """Per cent that the busiest GPU was in use at the last look; None without one."""
+        """Per cent that its busiest GPU was in use at the last look; None without one."""
         return None if self._trace.seen is None else self._trace.seen.gpu_busy
 
     async def until_sick(self) -> Verdict:
@@ -95,7 +96,7 @@ class Guard:
         engine = self.engine
         engine.rotate_log()
         seen = engine_processes(engine.directory, engine.pid)
-        gpu = gpu_use()
+        gpu = gpu_use(engine.gpus)
         return Observation(
             # Before it is spawned it has not died.
             server_alive=engine.pid is None or engine.alive,

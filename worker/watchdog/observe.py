@@ -1,10 +1,9 @@
-"""Looking at an engine from outside: what its processes are, have done, and hold; its port, and the GPUs."""
+"""Looking at an engine from outside: what its processes are, have done, and hold; and its port."""
 
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from worker.engine import processes
 
@@ -65,64 +64,6 @@ def port_open(port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-@dataclass(frozen=True)
-class GpuUse:
-    """All GPUs together, whoever uses them; `busy` is the per cent of the busiest, None where none says."""
-
-    bytes_used: int
-    busy: int | None
-
-
-def gpu_use() -> GpuUse | None:
-    """What the GPUs hold and do; None where there is no GPU or no driver to ask."""
-    usage = _nvml()
-    if usage is None:
-        return None
-    return GpuUse(sum(used for used, _ in usage), max((busy for _, busy in usage if busy is not None), default=None))
-
-
-def gpu_bytes_used() -> int | None:
-    """Bytes in use on all GPUs together; None where there is no GPU or no driver to ask."""
-    use = gpu_use()
-    return None if use is None else use.bytes_used
-
-
-def gpu_lines() -> list[str]:
-    """One line a GPU: memory in use and utilisation."""
-    return [
-        f"GPU {i}: {used >> 20} MiB in use, " + ("load unknown" if busy is None else f"{busy} % busy")
-        for i, (used, busy) in enumerate(_nvml() or [])
-    ]
-
-
-def _nvml() -> list[tuple[int, int | None]] | None:
-    if not Path("/dev/nvidiactl").exists():
-        return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used), _busy(handle)) for handle in handles]
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _busy(handle: Any) -> int | None:
-    """Per cent; a GPU that is split (MIG) does not say."""
-    import pynvml
-
-    try:
-        return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError:
-        return None
 
 
 def _read_bytes(folder: Path) -> int:
