@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.h200 import hugging_face, in_process, naive, shapes
+from benchmarks.h200 import hugging_face, in_process, naive, shapes, specforge
 from benchmarks.h200.local import Extracted, extract, plain
 from benchmarks.h200.memory import watched
 from benchmarks.h200.results import Results
@@ -30,14 +30,14 @@ from worker.patch.installer import UNPATCHED
 CHUNK = 8192
 LAUNCH_SECONDS = 400
 MODULE_SECONDS = 240
-TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 21, "moe-30b-a3b": 1 << 19}
-"""Tokens of one repetition: ten to thirty seconds of plain prefill."""
-FEW_TOKENS = 1 << 16
+TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 21, "moe-30b-a3b": 1 << 20}
+"""Tokens of one repetition: ten to fifty seconds of plain prefill, ten shards and more."""
+FEW_TOKENS = 1 << 17
 """Tokens for the ways that are ten times slower."""
 MIXES = ["256", "2048", "16384", "sharegpt"]
 """Measured unless others are asked for: rows of that many tokens, or of many lengths."""
-WAYS = ["extract", "in-forward", "hugging-face", "in-process"]
-"""Layertap and plain prefill; what is done in the engine's forward otherwise; what is done without an engine."""
+WAYS = ["extract", "in-forward", "hugging-face", "in-process", "specforge"]
+"""Layertap and plain prefill; other ways in the engine's forward; ways without this engine, or without its server."""
 WINDOW_S = 30.0
 
 
@@ -84,7 +84,7 @@ async def measure_shape(
             out.add(shape, mix, "plain prefill", tokens, plains)
             out.extracted(shape, mix, "extract 3 + final", done, threes)
             if mix == "2048":
-                done = await once(engine, rows[: FEW_TOKENS * 4 // 2048], every, work)
+                done = await once(engine, rows[: FEW_TOKENS * 2 // 2048], every, work)
                 out.extracted(shape, mix, f"extract all {depth + 1} + final", done)
         if endure:
             await measure_endurance(engine, shape, three, work, endure, out)
@@ -137,10 +137,14 @@ async def measure_in_forward(shape: str, work: Path, extra: list[str], out: Resu
     ):
         async with serving(shape, work, [*extra, "--enable-return-hidden-states"]) as engine:
             await plain(engine, rows[:8], CHUNK)
+            seconds = [await plain(engine, rows, CHUNK) for _ in range(2)]
+            out.add(shape, "2048", "plain prefill, its hooks off", FEW_TOKENS, seconds)
             naive.switch(saved).touch()
             seconds = [await plain(engine, rows, CHUNK) for _ in range(2)]
-            out.add(shape, "2048", "torch.save in the forward", FEW_TOKENS, seconds)
             naive.switch(saved).unlink()
+            if not list(saved.glob("*.pt")):
+                raise RuntimeError("torch.save in the forward saved nothing")
+            out.add(shape, "2048", "torch.save in the forward", FEW_TOKENS, seconds)
             few = rows[:8]
             seconds = [await plain(engine, few, CHUNK, {"return_hidden_states": True})]
             out.add(shape, "2048", "SGLang return_hidden_states", sum(map(len, few)), seconds)
@@ -165,11 +169,28 @@ def measure_in_process(shape: str, work: Path, extra: list[str], out: Results) -
         out.add(shape, mix, "sglang.Engine in process, no states", tokens, [seconds])
 
 
-def _module(name: str, *arguments: str) -> dict[str, Any] | None:
-    """What a module of ours prints as JSON, run in a process of its own; None, and why, where it fails."""
+def measure_specforge(shape: str, work: Path, packages: str, out: Results) -> None:
+    """SpecForge's own offline generator, over the SGLang that it pins; `packages` is where both are."""
+    saved = work / "specforge"
+    model = str(shapes.write(shape, work / shape))
+    found = _module(specforge.__name__, model, str(saved), "8", packages=packages)
+    shutil.rmtree(saved, ignore_errors=True)
+    if found is not None:
+        out.add(shape, "2048", "SpecForge prepare_hidden_states", found["tokens"], [found["seconds"]], found["bytes"])
+
+
+def _module(name: str, *arguments: str, packages: str = "") -> dict[str, Any] | None:
+    """What a module of ours prints as JSON, run in a process of its own; None, and why, where it fails.
+
+    `packages` is a folder that comes first on its path.
+    """
     argv = [sys.executable, "-m", name, *arguments]
+    path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     try:
-        run = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=MODULE_SECONDS)
+        run = subprocess.run(
+            argv, check=True, capture_output=True, text=True, timeout=MODULE_SECONDS,
+            env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
     except subprocess.SubprocessError as error:
         print(f"{name} did not run: {error}: {str(getattr(error, 'stderr', ''))[-2000:]}", flush=True)
         return None
@@ -211,6 +232,7 @@ def main() -> None:
     parser.add_argument("--endure", type=float, default=0, help="seconds of the first shape's long run")
     parser.add_argument("--engine-arg", action="append", default=[])
     parser.add_argument("--way", action="append", choices=WAYS, help="what to measure; all of it unless said")
+    parser.add_argument("--specforge", metavar="DIR", help="packages of SpecForge and its SGLang; left out without")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -234,6 +256,8 @@ def main() -> None:
             measure_hugging_face(shape, work, out)
         if "in-process" in ways:
             measure_in_process(shape, work, extra, out)
+        if "specforge" in ways and arguments.specforge:
+            measure_specforge(shape, work, arguments.specforge, out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ENTRY_POINT = "layertap_bench_naive"
-FOLDER_VARIABLE = "LAYERTAP_BENCH_NAIVE_DIR"
+FOLDER_VARIABLE = "BENCH_NAIVE_DIR"
+"""Not one of Layertap's own, which an engine is not given."""
 
 
 def install(site: Path) -> None:

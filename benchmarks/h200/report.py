@@ -9,6 +9,8 @@ from benchmarks.report import DOCS, PAGE
 RESULTS = Path(__file__).resolve().parent / "results"
 PLOT = DOCS / "benchmarks-h200.svg"
 BEGIN, END = "<!-- h200: begin -->", "<!-- h200: end -->"
+SHAPES = {"llama-8b": "Llama 8B", "llama-1b": "Llama 1B", "moe-30b-a3b": "Qwen3-MoE 30B-A3B"}
+MIXES = ["256", "2048", "16384", "131072", "sharegpt"]
 _KEPT_UP = 0.95
 _DISK_BOUND = 0.8
 
@@ -49,30 +51,48 @@ def _short(row: Row) -> bool:
 
 
 def lines() -> list[str]:
-    """Every run as Markdown."""
+    """A table for each shape, then the runs that they come from, as Markdown."""
+    kept = runs()
+    found = [(row, name, run) for name, run in kept for row in run["results"]]
     made: list[str] = []
-    for name, run in runs():
+    for shape, title in SHAPES.items():
+        made += [f"### {title}", "", "| rows | way | tokens/s | steady | of plain | MB/s | limit | run |"]
+        made += ["|---|---|---|---|---|---|---|---|"]
+        of_shape = [each for each in found if each[0]["shape"] == shape]
+        made += [_line(*each) for each in sorted(of_shape, key=lambda each: MIXES.index(each[0]["rows"]))] + [""]
+    made += ["### Runs", ""]
+    for name, run in kept:
         machine = run["machine"]
-        made += [
-            f"### {name}", "",
-            f"{machine['gpu']}, {machine['engine']}, chunks of {machine['chunk']:,} tokens; `dd` wrote "
-            f"{machine['dd_mb_per_s']:,} MB/s there. {run.get('note', '')}".rstrip(), "",
-            "| shape | rows | way | tokens/s | steady | of plain | MB/s | limit |", "|---|---|---|---|---|---|---|---|",
-        ]  # fmt: skip
-        for row in run["results"]:
-            of_plain, steady = share(row, run), row.get("steady_tokens_per_s")
-            cells = [
-                row["shape"], row["rows"], row["way"], f"{row['tokens_per_s']:,}",
-                "" if steady is None else f"{steady:,}", "" if of_plain is None else f"**{of_plain:.2f}**",
-                f"{row['mb_per_s']:,}" if row["mb_per_s"] else "", limit(row, run),
-            ]  # fmt: skip
-            made.append(f"| {' | '.join(cells)} |")
+        made.append(
+            f"- **{name}**: {machine['gpu']}, {machine['engine']}, chunks of {machine['chunk']:,} tokens; `dd` wrote "
+            f"{machine['dd_mb_per_s']:,} MB/s there. {run['note']}"
+        )
         if "endurance" in run:
-            windows = run["endurance"]["tokens_per_s_by_window"]
-            made += ["", f"Without a pause, by half minutes: {min(windows):,} to {max(windows):,} tokens/s in each of "
-                     f"{len(windows)}."]  # fmt: skip
-        made.append("")
-    return made
+            made += _endured(run["endurance"])
+    return [*made, ""]
+
+
+def _line(row: Row, name: str, run: dict[str, Any]) -> str:
+    of_plain, steady = share(row, run), row.get("steady_tokens_per_s")
+    cells = [
+        row["rows"], row["way"], f"{row['tokens_per_s']:,}", "" if steady is None else f"{steady:,}",
+        "" if of_plain is None else f"**{of_plain:.2f}**", f"{row['mb_per_s']:,}" if row["mb_per_s"] else "",
+        limit(row, run), name,
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _endured(found: dict[str, Any]) -> list[str]:
+    """The long run, as points below its run's."""
+    windows = found["tokens_per_s_by_window"]
+    gpu, resident = ([look[place] for look in found["looks"]] for place in (1, 2))
+    return [
+        f"  - {found['seconds']:.0f} s without a pause: {found['tokens']:,} tokens, {found['nbytes'] / 1e9:.0f} GB in "
+        f"{found['shards']} shards, no row lost; by half minutes {min(windows[1:]):,} to {max(windows[1:]):,} tokens/s "
+        "(of whole shards).",
+        f"  - Memory of the GPU: {min(gpu):,} to {max(gpu):,} MiB. Resident in engine and worker: {resident[0]:,} MiB "
+        f"at the start, {max(resident):,} MiB at the most, {resident[-1]:,} MiB at the end.",
+    ]
 
 
 def render() -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +95,37 @@ def test_a_write_that_the_kernel_cuts_short_goes_on_where_it_was(
         pwrite_all(file.fileno(), b"0123456", 2)
         pwrite_all(file.fileno(), memoryview(b"abcde"), 9)
     assert path.read_bytes() == b"..0123456abcde"
+
+
+_RESIDENT = """
+import os, sys, threading
+from pathlib import Path
+from worker import shard_writer
+
+folder, all_there = Path(sys.argv[1]), threading.Barrier(13)
+
+def seal(i):
+    for round in range(3):
+        part = folder / f"{i}.part"
+        part.touch()
+        os.truncate(part, 20 << 20)
+        shard_writer.seal(part, folder / str(i))
+    all_there.wait(100)
+    all_there.wait(100)
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+before = resident()
+for i in range(12):
+    threading.Thread(target=seal, args=(i,)).start()
+all_there.wait(100)
+print(resident() - before)
+all_there.wait(100)
+"""
+
+
+def test_a_thread_that_has_sealed_a_shard_keeps_no_memory_of_it(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _RESIDENT, str(tmp_path)]
+    grown = int(subprocess.run(argv, check=True, capture_output=True, timeout=120).stdout)
+    assert grown < 24 << 20, f"{grown >> 20} MiB"
