@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from worker.capture.rid import Rid
 from worker.capture.session import Ledger
-from worker.engine.client import EngineClient, EngineRefusedError, RowsTimedOutError
+from worker.engine.client import (
+    EngineClient,
+    EngineDownError,
+    EngineGoneError,
+    EngineRefusedError,
+    RowsFailedError,
+    RowsTimedOutError,
+)
 from worker.inflight import InFlight
 from worker.leases import HeldLease
 
@@ -106,6 +113,9 @@ class Prefill:
         except RowsTimedOutError as error:
             await self._timed_out(batch, rows, attempt, error.seconds)
             return
+        except RowsFailedError as error:
+            await self._failed(batch, rows, attempt, error)
+            return
         # The engine has answered for these: whatever kills it from now on is not theirs.
         self.in_flight.difference_update(batch)
         answered = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is None]
@@ -131,6 +141,18 @@ class Prefill:
         self.in_flight.difference_update(batch)
         reason = f"the engine gave no answer within {seconds:g} s, with this row alone in its request"
         await self._once_more({row: RowFailure("timed_out", reason) for row in late}, rows, attempt)
+
+    async def _failed(
+        self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, error: RowsFailedError
+    ) -> None:
+        """Tries the rows of a failed request once more, where the engine answers for others still."""
+        try:
+            await self.client.answers()
+        except EngineGoneError as gone:
+            raise EngineDownError(f"{error}; then {gone}") from error
+        self.in_flight.difference_update(batch)
+        left = [row for row in batch if not self.ledger.complete(row)]
+        await self._once_more({row: RowFailure("engine_aborted", str(error)) for row in left}, rows, attempt)
 
     async def _once_more(self, why: dict[int, RowFailure], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
         """Sends the rows that did not come through again, each in a request of its own, or gives them up."""

@@ -291,7 +291,9 @@ class Worker:
             self._settings.launch_timeout,
             self._layouts,
         )
-        await extraction.run(held)
+        # From before its layout on, or the engine might be given to another model meanwhile.
+        async with self._host.kept(facts.name):
+            await extraction.run(held)
 
     async def _release(self, held: HeldLease, reason: str) -> None:
         message = Release(**held.proof.model_dump(), reason=reason[:2000])

@@ -1,6 +1,7 @@
 """Which engine runs: what becomes of one that would not end. The engine is a stand-in that refuses to."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,5 +136,65 @@ def test_a_watch_that_failed_keeps_no_engine_from_being_ended(tmp_path: Path) ->
         await asyncio.sleep(0)
         with pytest.raises(EngineStopError):
             await host.stop()
+
+    asyncio.run(scenario())
+
+
+def _serves(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets the host serve `old`, and bring up whatever it is asked to; what it brought up."""
+    brought_up: list[str] = []
+
+    async def end(engine: Engine) -> None:
+        """There is nothing to end."""
+
+    async def bring_up(facts: ModelFacts) -> None:
+        assert host._serving is None
+        brought_up.append(facts.name)
+        host._serving = replace(serving, facts=facts)
+
+    serving = host._serving
+    assert serving is not None
+    monkeypatch.setattr(Stubborn, "stop", end)
+    monkeypatch.setattr(Stubborn, "alive", True)
+    monkeypatch.setattr(host, "_bring_up", bring_up)
+    return brought_up
+
+
+def test_an_engine_that_is_kept_for_a_shard_is_not_given_to_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        brought_up = _serves(host, monkeypatch)
+        async with host.kept("old"):
+            other = asyncio.create_task(host.ensure(_facts("new")))
+            await asyncio.sleep(0.05)
+            # Between its lease and its first row a shard uses no engine: it lays its file out.
+            async with host.use("old"):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)
+            assert (brought_up, host.model) == ([], "old")
+        await asyncio.wait_for(other, 10)
+        assert host.model == "new"
+
+    asyncio.run(scenario())
+
+
+def test_two_shards_of_different_models_take_turns_where_neither_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        brought_up = _serves(host, monkeypatch)
+
+        async def shard(name: str) -> None:
+            async with host.kept(name):
+                await host.ensure(_facts(name))
+                await asyncio.sleep(0.05)
+                async with host.use(name):
+                    await asyncio.sleep(0.05)
+
+        await asyncio.wait_for(asyncio.gather(*(shard(name) for name in ("one", "two", "one", "two"))), 10)
+        assert brought_up == ["one", "two"]
 
     asyncio.run(scenario())

@@ -18,7 +18,7 @@ from worker.capture.session import Ledger
 from worker.engine.client import EngineClient, EngineDownError, EngineGoneError
 from worker.inflight import InFlight
 from worker.leases import HeldLease
-from worker.prefill import Prefill, StorageWriteError
+from worker.prefill import Prefill, RowFailure, StorageWriteError
 from worker.settings import Settings
 
 SECONDS = 0.5
@@ -49,6 +49,8 @@ class FakeEngine:
         self.takes_aborts = True
         self.gone = False
         self.arrives = True
+        self.fails: Callable[[Sent], bool] = lambda sent: False
+        self.ends_after_failing = False
         self.port = 0
 
     @asynccontextmanager
@@ -71,12 +73,12 @@ class FakeEngine:
                     await reader.read()
                 if not answer:
                     break
-                body = json.dumps(answer).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                status, body = b"500 E" if "error" in answer else b"200 OK", json.dumps(answer).encode()
+                writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
                 await writer.drain()
         writer.close()
 
-    def _answer(self, path: str, body: dict[str, Any]) -> object:
+    def _answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/abort_request":
             self.aborted.append(body["rid"])
             return {"aborted": True} if self.takes_aborts else {}
@@ -86,6 +88,9 @@ class FakeEngine:
             return {}
         if sent:
             self.lists.append(sent)
+        if any(self.fails(one) for one in sent):
+            self.gone = self.ends_after_failing
+            return {"error": {"message": "it broke"}}
         starved = any(self.stuck(one) for one in sent)
         for row, attempt in sent:
             if self.arrives and not self.stuck((row, attempt)) and not (starved and row in self.behind):
@@ -184,6 +189,36 @@ def test_rows_that_are_all_written_are_done_whether_or_not_the_engine_answers(le
     run(scenario())
     assert engine.aborted == []
     assert len(engine.lists) == 1
+
+
+def test_a_row_that_a_living_engine_answers_with_its_own_error_is_set_aside_alone(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.fails = lambda sent: sent[0] == 1
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(24))
+            assert work.failures == {1: RowFailure("engine_aborted", "/generate: HTTP 500: it broke")}
+            assert work.in_flight == set()
+
+    run(scenario())
+    assert ledger.progress()[0] == 23
+    assert sorted(len(sent) for sent in engine.lists) == [1] * 12 + [12, 12]
+
+
+def test_an_engine_that_ends_with_its_error_is_down_and_the_rows_are_under_suspicion(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.fails, engine.ends_after_failing = lambda sent: sent[0] == 1, True
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            with pytest.raises(EngineDownError, match="it broke") as caught:
+                await work.run(rows_of(ledger), range(12))
+            assert not isinstance(caught.value, EngineGoneError)
+            assert work.in_flight == set(range(12))
+            assert work.failures == {}
+
+    run(scenario())
 
 
 def test_several_stuck_rows_are_waited_for_side_by_side(ledger: Ledger) -> None:

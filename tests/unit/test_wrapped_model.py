@@ -93,15 +93,18 @@ class Sink:
     def states(self, piece_states: Any, found: list[Piece], final: Any) -> None:
         for piece in found:
             rows = slice(piece.start, piece.start + piece.count)
-            self.rows[piece.rid.row] = [state[rows] for state in piece_states(piece)], final[rows]
+            last = final[rows] if piece.rid.final else torch.empty(0)
+            self.rows[piece.rid.row] = [state[rows] for state in piece_states(piece)], last
 
     def log_probabilities(self, piece: Piece, found: list[float] | None) -> None:
         self.heads[piece.rid.row] = found
 
 
-def captured(wrapper: Wrapper, ids: torch.Tensor, reading: Reading) -> tuple[Sink, torch.Tensor]:
+ASKED = Rid(mask(range(LAYERS + 1)), True, "task_A", 1, 0, 0)
+
+
+def captured(wrapper: Wrapper, ids: torch.Tensor, asked: Rid) -> tuple[Sink, torch.Tensor]:
     """What one forward of three requests hands over, and what it returns."""
-    asked = Rid(mask(range(LAYERS + 1)), True, "task_A", 1, 0, 0, reading)
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_extend=lambda: True, name="EXTEND"),
         rids=[str(asked), "theirs", str(replace(asked, row=1))],
@@ -131,7 +134,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize("reading", [Reading.HOOKS, Reading.COLLECT])
 def test_rows_of_text_are_captured_below_the_wrapper(wrapper: Wrapper, ids: torch.Tensor, reading: Reading) -> None:
     with torch.inference_mode():
-        sink, returned = captured(wrapper, ids, reading)
+        sink, returned = captured(wrapper, ids, replace(ASKED, reading=reading))
         boundaries = [wrapper.language_model.model.embed_tokens(ids)]
         for _ in range(LAYERS):
             boundaries.append(boundaries[-1] * 1.5 + 1)
@@ -145,13 +148,29 @@ def test_rows_of_text_are_captured_below_the_wrapper(wrapper: Wrapper, ids: torc
     assert set(sink.rows) == {0, 1}
 
 
+class UnseenNorm(Norm):
+    """One that is called past its hooks."""
+
+    def __call__(self, *states: Any) -> Any:
+        return self.forward(*states)
+
+
+def test_a_row_whose_final_norm_was_not_seen_is_left_unwritten(wrapper: Wrapper, ids: torch.Tensor) -> None:
+    wrapper.language_model.model.norm = UnseenNorm()
+    without = replace(ASKED, boundaries=mask(range(LAYERS)))
+    sink, _ = captured(wrapper, ids, without)
+    assert sink.rows == {}
+    sink, _ = captured(wrapper, ids, replace(without, final=False))
+    assert set(sink.rows) == {0, 1}
+
+
 def test_the_head_asked_is_the_language_models(
     wrapper: Wrapper, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata = SimpleNamespace(LogitsMetadata=SimpleNamespace(from_forward_batch=lambda batch: None))
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.logits_processor", metadata)
     with torch.inference_mode():
-        sink, returned = captured(wrapper, ids, Reading.CHECK)
+        sink, returned = captured(wrapper, ids, replace(ASKED, reading=Reading.CHECK))
         distribution = torch.log_softmax(wrapper.lm_head(returned[5:9]), dim=-1)
     found = sink.heads[1]
     assert found is not None

@@ -4,7 +4,7 @@ Attached once, after the model is loaded. Nothing that the model computes or ret
 rows costs one look at its request ids.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -180,8 +180,9 @@ class ModelCapture:
         if any(len(state) != forward.tokens for state in every):
             # Padded or scattered rows have no known place: they are left unwritten, and the worker sees them missing.
             return
-        whole = [piece for piece in forward.found if self._has(forward.states, piece)]
+        whole = [piece for piece in forward.found if self._has(forward, piece)]
         self._sink.states(lambda piece: [forward.states[s] for s in self._asked(piece)], whole, forward.final_state)
 
-    def _has(self, states: Mapping[State, torch.Tensor], piece: Piece) -> bool:
-        return all(state in states for state in self._asked(piece))
+    def _has(self, forward: _Forward, piece: Piece) -> bool:
+        final = not piece.rid.final or forward.final_state is not None
+        return final and all(state in forward.states for state in self._asked(piece))

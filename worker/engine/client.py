@@ -24,6 +24,10 @@ class RowsTimedOutError(EngineDownError):
         self.seconds = seconds
 
 
+class RowsFailedError(EngineDownError):
+    """These rows were answered with an error of the server's own; it may be well, and only one of them at fault."""
+
+
 class EngineGoneError(EngineDownError):
     """The engine was down before these rows were sent: what brought it down was something else."""
 
@@ -95,7 +99,7 @@ class EngineClient:
         `options` are further fields of SGLang's request.
 
         Raises `EngineRefusedError` when it takes none of them, `RowsTimedOutError` when it has not answered in time,
-        `EngineDownError` when it can't be reached or fails.
+        `RowsFailedError` when it answers with an error of its own, `EngineDownError` when it can't be reached.
         """
         outcome = await self._generate(rids, rows, **options)
         return [_abort_reason(outcome, rid) for rid in rids]
@@ -141,7 +145,7 @@ class EngineClient:
         if 400 <= response.status_code < 500:
             raise EngineRefusedError(_message(response))
         if not response.is_success:
-            raise EngineDownError(f"/generate: HTTP {response.status_code}: {_message(response)}")
+            raise RowsFailedError(f"/generate: HTTP {response.status_code}: {_message(response)}")
         return {answer["meta_info"]["id"]: answer["meta_info"] for answer in response.json()}
 
     async def abort(self, prefix: str) -> None:

@@ -7,6 +7,7 @@ nobody uses it again; a launch that fails is tried in other ways until it is kno
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class EngineHost:
         self._serving: _Serving | None = None
         self._watch: asyncio.Task[Any] | None = None
         self._users = 0
+        self._kept: Counter[str] = Counter()
         self._idle = asyncio.Condition()
         self._started = 0
         self._breakers: dict[str, _Breaker] = {}
@@ -111,10 +113,20 @@ class EngineHost:
         """How the engine fares, since it was last asked and before; None while none serves."""
         return self._serving.gauge.look() if self._serving is not None and self._serving.engine.alive else None
 
+    @asynccontextmanager
+    async def kept(self, model: str) -> AsyncIterator[None]:
+        """An engine that serves that model makes room for no other model while the block runs."""
+        self._kept[model] += 1
+        try:
+            yield
+        finally:
+            self._kept[model] -= 1
+            await asyncio.shield(self._notify())
+
     async def ensure(self, facts: ModelFacts) -> None:
-        """Makes the engine serve that model, once nobody uses another. Raises `EngineUnavailableError`."""
+        """Makes the engine serve that model, once nobody uses or keeps another. Raises `EngineUnavailableError`."""
         async with self._idle:
-            await self._idle.wait_for(lambda: self.model == facts.name or self._users == 0)
+            await self._idle.wait_for(lambda: self.model == facts.name or self._free())
             if self.model == facts.name:
                 return
             breaker = self._breakers.setdefault(facts.name, _Breaker())
@@ -303,6 +315,10 @@ class EngineHost:
             await self._publish(draft, Blame.UNKNOWN)
         if survived:
             raise EngineStopError(survived)
+
+    def _free(self) -> bool:
+        # Only one that serves is kept: of two lanes that wait for models that nothing serves, either may go first.
+        return self._users == 0 and not (self.model is not None and self._kept[self.model])
 
     async def _notify(self) -> None:
         async with self._idle:
