@@ -21,6 +21,12 @@ DEFAULT_URL = "http://127.0.0.1:8178"
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+
+def may_have_proxy(host: str) -> bool:
+    """Whether a proxy named in the environment is meant for that host: not for a service on this machine."""
+    return host not in _LOOPBACK
+
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -44,8 +50,7 @@ class Transport:
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
-            # A proxy from the environment is not meant for a service on this machine.
-            trust_env=parsed.host not in _LOOPBACK,
+            trust_env=may_have_proxy(parsed.host),
         )
 
     def close(self) -> None:

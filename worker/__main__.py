@@ -10,6 +10,7 @@ from pathlib import Path
 
 from layertap.children import adopt_orphans
 from worker.engine.engine import EngineStopError, end_marked
+from worker.engine.gpus import visible
 from worker.engine.spec import chunk_tokens, refusal
 from worker.models import ModelError, discover
 from worker.patch.choice import choose, restore_abandoned
@@ -19,6 +20,10 @@ from worker.settings import Settings, read_settings
 from worker.worker import StorageMismatchError, Worker
 
 logger = logging.getLogger("worker")
+
+
+class DeviceError(Exception):
+    """The GPUs that the engine is to have are not there."""
 
 
 def main() -> int:
@@ -42,14 +47,14 @@ def main() -> int:
     try:
         restore_abandoned(find_package(), settings.patch_dir)
         _check_engine_arguments(settings)
+        device = _device(settings)
         models = discover(settings.model)
-    except (PatchError, ModelError) as error:
+    except (PatchError, ModelError, DeviceError) as error:
         logger.error("%s", error)
         return 2
     if not models:
         logger.error("no model to offer; name at least one with --model DIR")
         return 2
-    device = _device(settings)
     worker = Worker(settings, models, device, chunk_tokens(settings.chunked_prefill_size, device))
     try:
         asyncio.run(_run(worker))
@@ -92,9 +97,16 @@ def _check_engine_arguments(settings: Settings) -> None:
 
 
 def _device(settings: Settings) -> str:
-    if settings.device != "auto":
-        return settings.device
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    names = visible(os.environ)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if Path("/dev/nvidiactl").exists() and names != [] else "cpu"
+    if device == "cuda" and names is not None and len(names) < settings.tensor_parallel:
+        raise DeviceError(
+            f"CUDA_VISIBLE_DEVICES names {len(names)} GPUs, --tensor-parallel needs {settings.tensor_parallel}: "
+            "name as many, or unset it"
+        )
+    return device
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from worker import shard_writer
 from worker.engine.host import EngineHost
 from worker.in_hand import MOST_LANES
 from worker.leases import COMMIT_PHASE, HeldLease, LeaseKeeper
+from worker.patience import begin, within
 from worker.plan.tokens import TokenRows
 from worker.prefill import RowFailure
 from worker.service_api import ServiceApi
@@ -41,6 +42,7 @@ LAYOUT_SECONDS = 300.0
 SEAL_BYTES_PER_SECOND = 20e6
 COMMIT_PATIENCE_S = 600.0
 _PREFILL_GRACE_S = 60.0
+_REMOVE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,14 @@ class Extraction:
             failures = await work.run()
             await self._report(held, rows, failures)
             if len(failures) == spec.rows:
-                part.unlink()
+                await _remove(part)
                 commit = ShardCommit(
                     **held.proof.model_dump(), bytes=0, sha256="", rows=0, tokens=0, row_errors=len(failures)
                 )
             else:
                 commit = await self._seal(held, layout, rows, part, final, set(failures), work.engine)
         except BaseException:
-            part.unlink(missing_ok=True)
+            await _remove(part)
             raise
         self.keeper.phase(held, COMMIT_PHASE, COMMIT_PATIENCE_S)
         await self.api.commit_shard(lease.task, commit, COMMIT_PATIENCE_S)
@@ -170,15 +172,23 @@ async def _lay_out(final: Path, layout: ShardLayout, rows: ShardRows) -> Path:
         return await asyncio.shield(laying)
     except BaseException:
         if laying.done():
-            shard_writer.partial_path(final).unlink(missing_ok=True)
+            await _remove(shard_writer.partial_path(final))
         else:
             # A thread can't be stopped, and might create the file only now.
-            laying.add_done_callback(partial(_remove, shard_writer.partial_path(final)))
+            laying.add_done_callback(partial(_remove_laid, shard_writer.partial_path(final)))
         raise
 
 
-def _remove(path: Path, laid: asyncio.Task[Path]) -> None:
-    path.unlink(missing_ok=True)
+async def _remove(path: Path) -> None:
+    """Removes a file that nobody needs. While a write to it hangs its removal does too, and is not waited for long."""
+    try:
+        await within(_REMOVE_S, partial(path.unlink, missing_ok=True))
+    except OSError as error:
+        logger.warning("%s is not removed yet: %s", path, error)
+
+
+def _remove_laid(path: Path, laid: asyncio.Task[Path]) -> None:
+    begin(partial(path.unlink, missing_ok=True))
     if not laid.cancelled() and (error := laid.exception()) is not None:
         logger.warning("%s, of a lease given up: %s", path, error)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from layertap.transport import may_have_proxy
 from worker.capture.session import Ledger, LedgerError
 from worker.pace import Window
 from worker.service_api import LeaseLostError, error_of, transient
@@ -171,7 +172,8 @@ def main() -> None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     pending = b""
     os.set_blocking(sys.stdin.fileno(), False)
-    with httpx.Client(base_url=url, headers=headers, timeout=5.0) as http:
+    proxy = may_have_proxy(httpx.URL(url).host)
+    with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=proxy) as http:
         keeper = Keeper(http)
         _say(event="ready")
         while True:

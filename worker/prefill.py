@@ -150,8 +150,11 @@ class Prefill:
             await self.client.answers()
         except EngineGoneError as gone:
             raise EngineDownError(f"{error}; then {gone}") from error
-        self.in_flight.difference_update(batch)
         left = [row for row in batch if not self.ledger.complete(row)]
+        for row in left:
+            # A list fails for one of its rows; the others may be under way still.
+            await self.client.abort(self._rid(row, attempt))
+        self.in_flight.difference_update(batch)
         await self._once_more({row: RowFailure("engine_aborted", str(error)) for row in left}, rows, attempt)
 
     async def _once_more(self, why: dict[int, RowFailure], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:

@@ -27,6 +27,7 @@ from layertap.schemas.tasks import (
     TaskFailure,
 )
 from layertap.schemas.workers import Worker, WorkerRegister
+from layertap.transport import may_have_proxy
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -70,7 +71,8 @@ class ServiceApi:
 
     def __init__(self, url: str, token: str | None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S)
+        proxy = may_have_proxy(httpx.URL(url).host)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=proxy)
 
     async def aclose(self) -> None:
         """Closes the connection."""

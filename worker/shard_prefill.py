@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _PREFILL_GRACE_S = 60.0
 _PAUSE_S, _PAUSE_MOST_S = 1.0, 8.0
-_INCIDENT_S = 90.0
-"""Longer than the watchdog takes to miss a port and to end its engine."""
+_INCIDENT_S = 300.0
+"""Longer than the watchdog takes to miss a port, to gather evidence, to end its engine and to report."""
 _LAST_WRITE_S, _LAST_WRITE_POLL_S = 60.0, 0.002
 _MOST_ENGINES = 40
 """Engines one lease may wear out: enough to find several rows that kill among many in flight."""

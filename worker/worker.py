@@ -32,6 +32,7 @@ from worker.engine.host import EngineHost, EngineUnavailableError
 from worker.extract import LAYOUT_SECONDS, Extraction
 from worker.in_hand import shard_lanes
 from worker.leases import HeldLease, LeaseKeeper
+from worker.patience import within
 from worker.plan.plan import PlanError
 from worker.plan_task import QUIET_SECONDS, run_plan
 from worker.prefill import StorageWriteError
@@ -45,6 +46,7 @@ REGISTER_PATIENCE_S = 600.0
 REPORT_PATIENCE_S = 60.0
 _LAUNCH_BACKOFF_MOST_S = 60.0
 _SPACE_PAUSE_S = 2.0
+_DISK_S = 10.0
 _SPACE_SPARE_BYTES = 16 << 20
 _NONCE_POLL_S = 0.2
 
@@ -177,19 +179,28 @@ class Worker:
     async def _lane(self, kind: TaskKind) -> None:
         launches_failed = 0
         while not self._stopping.is_set():
-            sent_at = time.monotonic()
-            answer = await self._claim(kind)
-            if answer is None:
+            answer = await self._claim_and_perform(kind)
+            if answer is None or answer.lease is not None:
                 continue
-            if answer.lease is not None:
-                await self._perform(answer.lease, sent_at)
-            elif answer.load_model is not None:
-                loaded = await self._load(answer.load_model)
-                launches_failed = 0 if loaded else launches_failed + 1
-                if not loaded:
-                    await self._pause(min(2.0**launches_failed, _LAUNCH_BACKOFF_MOST_S))
-            else:
+            if answer.load_model is None:
                 await self._pause(answer.retry_after_seconds)
+                continue
+            # Kept until there is a shard for it, or a lane that waits for another model would take its place unused.
+            async with self._host.kept(answer.load_model):
+                loaded = await self._load(answer.load_model)
+                if loaded and not self._stopping.is_set():
+                    await self._claim_and_perform(kind)
+            launches_failed = 0 if loaded else launches_failed + 1
+            if not loaded:
+                await self._pause(min(2.0**launches_failed, _LAUNCH_BACKOFF_MOST_S))
+
+    async def _claim_and_perform(self, kind: TaskKind) -> ClaimResponse | None:
+        """The service's answer to a claim, once the lease is over with where it is one; None where there is none."""
+        sent_at = time.monotonic()
+        answer = await self._claim(kind)
+        if answer is not None and answer.lease is not None:
+            await self._perform(answer.lease, sent_at)
+        return answer
 
     async def _claim(self, kind: TaskKind) -> ClaimResponse | None:
         request = ClaimRequest(
@@ -275,10 +286,22 @@ class Worker:
         self._waiting_for_space += 1
         try:
             logger.warning("waiting for space: %s needs %d bytes free in %s", lease.task, needed, self._storage)
-            while not self._stopping.is_set() and shutil.disk_usage(self._storage).free < needed:
+            while not self._stopping.is_set() and not await self._has_room(needed):
                 await self._pause(_SPACE_PAUSE_S)
         finally:
             self._waiting_for_space -= 1
+
+    async def _has_room(self, needed: int) -> bool:
+        """Whether the storage has that many bytes free, and the run directory some for sessions and logs."""
+        for folder, least in ((self._storage, needed), (self._settings.run_dir, _SPACE_SPARE_BYTES)):
+            try:
+                free = (await within(_DISK_S, shutil.disk_usage, folder)).free
+            except TimeoutError as error:
+                logger.warning("%s: %s", folder, error)
+                return False
+            if free < least:
+                return False
+        return True
 
     async def _extract(self, held: HeldLease) -> None:
         facts = self._models[held.lease.model]

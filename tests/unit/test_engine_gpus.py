@@ -21,13 +21,12 @@ GPU = replace(SPEC, device="cuda", extra_args=())
         ("MIG-e91edf3c-e297", 1, (), ("MIG-e91edf3c-e297",)),
         ("4, 5,6", 2, ("--base-gpu-id=1",), ("5", "6")),
         ("0,1,2,3", 2, ("--gpu-id-step=2",), ("0", "2")),
-        (None, 1, ("--tp-size=2", "--base-gpu-id", "4"), ("4", "5")),
-        (None, 1, ("--tensor-parallel-size=2",), ("0", "1")),
+        (None, 2, ("--base-gpu-id", "4"), ("4", "5")),
         # CUDA sees none from the first bad name on.
         ("2,-1,3", 2, (), ("2",)),
         ("", 1, (), ()),
         # What SGLang itself will refuse is no reason to fail here.
-        (None, 1, ("--base-gpu-id", "--tp-size=two"), ("0",)),
+        (None, 1, ("--base-gpu-id", "--gpu-id-step=two"), ("0",)),
     ],
 )
 def test_an_engine_has_the_gpus_of_its_ranks(

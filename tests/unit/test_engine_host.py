@@ -42,6 +42,7 @@ def _host(tmp_path: Path, reports: list[IncidentReport]) -> EngineHost:
     engine = Stubborn(spec, tmp_path, prefill_timeout=1)
     guard = Guard(engine, Limits(), lambda: 0, lambda: None)
     host._serving = _Serving(engine, guard, Gauge(engine, guard, host.budget), _facts("old"), None)
+    host._last = "old"
     return host
 
 
@@ -196,5 +197,82 @@ def test_two_shards_of_different_models_take_turns_where_neither_is_served(
 
         await asyncio.wait_for(asyncio.gather(*(shard(name) for name in ("one", "two", "one", "two"))), 10)
         assert brought_up == ["one", "two"]
+
+    asyncio.run(scenario())
+
+
+def test_a_model_whose_engine_died_makes_no_room_for_another_while_a_shard_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        brought_up = _serves(host, monkeypatch)
+        async with host.kept("old"):
+            other = asyncio.create_task(host.ensure(_facts("new")))
+            for _ in range(3):
+                host._serving = None
+                # As a shard does, which waits a moment before it asks for an engine again.
+                await asyncio.sleep(0.05)
+                await host.ensure(_facts("old"))
+            assert brought_up == ["old"] * 3
+        await asyncio.wait_for(other, 10)
+        assert brought_up == ["old"] * 3 + ["new"]
+
+    asyncio.run(scenario())
+
+
+def test_leaving_an_engine_waits_for_no_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        _serves(host, monkeypatch)
+        launching = asyncio.Event()
+
+        async def never(facts: ModelFacts) -> None:
+            launching.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(host, "_bring_up", never)
+        async with host.kept("other"):
+            lane = asyncio.create_task(host.ensure(_facts("new")))
+            await launching.wait()
+        lane.cancel()
+        await asyncio.wait({lane})
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_no_engine_is_started_beside_what_is_left_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def survives(directory: Path) -> int:
+        raise EngineStopError(f"processes [7] of the engine in {directory} survived SIGKILL for 10 s")
+
+    async def launch(*args: object) -> None:
+        raise AssertionError("an engine was started")
+
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        host._serving = None
+        monkeypatch.setattr("worker.engine.host.end_marked", survives)
+        monkeypatch.setattr(host, "_launch", launch)
+        with pytest.raises(EngineUnavailableError, match=r"processes \[7\]"):
+            await host.ensure(_facts("new"))
+
+    asyncio.run(scenario())
+
+
+def test_a_run_directory_that_takes_nothing_is_an_incident_and_not_the_end_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(engine: Engine, applied: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        reports: list[IncidentReport] = []
+        host = _host(tmp_path, reports)
+        host._serving = None
+        monkeypatch.setattr(Engine, "_spawn", full)
+        with pytest.raises(EngineUnavailableError, match="No space left on device"):
+            await host.ensure(_facts("new"))
+        (incident,) = reports
+        assert incident.kind is IncidentKind.DIED_LAUNCHING
 
     asyncio.run(scenario())

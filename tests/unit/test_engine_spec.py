@@ -30,6 +30,12 @@ def test_the_workers_own_settings_stay_with_the_worker() -> None:
     assert not {"LAYERTAP_TOKEN", "LAYERTAP_RUN_DIR", "LAYERTAP_INSTALLER"} & set(env)
 
 
+def test_a_list_of_no_gpus_stays_one() -> None:
+    env = environment(SPEC, {"CUDA_VISIBLE_DEVICES": ""}, Path("/run"), PATCHED)
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in env
+
+
 def test_other_plugins_of_the_operator_are_kept() -> None:
     env = environment(SPEC, {"SGLANG_PLUGINS": "theirs"}, Path("/run"), PATCHED)
     assert env["SGLANG_PLUGINS"].split(",") == ["theirs", "layertap_capture", "layertap_cpu"]
@@ -59,7 +65,16 @@ def test_versions_compare_by_their_numbers(version: str, numbers: tuple[int, ...
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--enable-dp-attention"], ["--pp-size=2"], ["--pp-size", "2"], ["--enable-two-batch-overlap"], ["--dp-size=4"]],
+    [
+        ["--tp-size=2"],
+        ["--tensor-parallel-size", "2"],
+        ["--tp", "2"],
+        ["--enable-dp-attention"],
+        ["--pp-size=2"],
+        ["--pp-size", "2"],
+        ["--enable-two-batch-overlap"],
+        ["--dp-size=4"],
+    ],
 )
 def test_an_engine_that_scatters_its_rows_is_refused_with_the_remedy(arguments: list[str]) -> None:
     why = refusal(["--mem-fraction-static=0.3", *arguments])

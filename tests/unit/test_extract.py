@@ -20,6 +20,8 @@ from layertap.schemas.tasks import ShardSpec
 from worker import extract
 from worker.extract import Extraction
 from worker.leases import HeldLease
+from worker.prefill import StorageWriteError
+from worker.shard_prefill import ShardPrefill
 from worker.shard_writer import partial_path
 
 FILE = "shard-00000.g1.safetensors"
@@ -114,3 +116,32 @@ def test_waiting_for_its_turn_to_lay_out_is_no_part_of_a_layouts_deadline(extrac
             await asyncio.wait({work})
 
     asyncio.run(scenario())
+
+
+def test_a_file_whose_removal_hangs_holds_nothing_up(
+    extraction: Extraction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    unlink = Path.unlink
+
+    def hang(path: Path, missing_ok: bool = False) -> None:
+        # The kernel holds a file's removal up while a write to it does not come back.
+        assert go_on.wait(60)
+        unlink(path, missing_ok)
+
+    async def fail(work: ShardPrefill) -> None:
+        raise StorageWriteError(errno.ETIMEDOUT)
+
+    monkeypatch.setattr(extract, "_REMOVE_S", 0.05)
+    monkeypatch.setattr(ShardPrefill, "run", fail)
+    monkeypatch.setattr(extract.shard_writer, "lay_out", _lays_out(lambda: None))
+    monkeypatch.setattr(Path, "unlink", hang)
+
+    async def scenario() -> None:
+        with pytest.raises(StorageWriteError):
+            await extraction.run(_held())
+        assert partial_path(tmp_path / FILE).exists()
+        go_on.set()
+        await asyncio.to_thread(until, lambda: not list(tmp_path.iterdir()))
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

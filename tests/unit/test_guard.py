@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,50 @@ def test_a_check_that_gets_no_answer_from_a_server_that_lives_has_failed(
 ) -> None:
     monkeypatch.setattr(guard, "_DYING_S", 0.1)
     assert outcome(engine, dies=False) is IncidentKind.FAILED_CHECK
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+def test_a_driver_that_hangs_hides_no_death(
+    engine: Engine, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_LOOK_S", 0.05)
+    monkeypatch.setattr(guard, "gpu_use", lambda names: gate.wait(60))
+    assert outcome(engine, dies=True) is IncidentKind.DIED_SERVING
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_a_look_that_finds_nothing_hides_no_death(
+    engine: Engine, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def look(*args: object) -> list[object]:
+        if how == "hangs":
+            gate.wait(60)
+        raise OSError("no")
+
+    monkeypatch.setattr(guard, "_LOOK_S", 0.05)
+    monkeypatch.setattr(guard, "engine_processes", look)
+    assert outcome(engine, dies=True) is IncidentKind.DIED_SERVING
+
+
+def test_a_log_that_cannot_be_rotated_ends_no_watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine, "rotate_log", full)
+    assert outcome(engine, dies=True) is IncidentKind.DIED_SERVING
+
+
+def test_a_sick_engine_has_evidence_where_none_can_be_gathered(
+    engine: Engine, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_EVIDENCE_S", 0.05)
+    monkeypatch.setattr(guard, "gather", lambda *args: gate.wait(60))
+    evidence = asyncio.run(Guard(engine, Limits(), lambda: 0).evidence())
+    assert evidence.log_tail == "no evidence could be gathered: TimeoutError('no answer within 0.05 s')"
+    assert evidence.engine["model_path"] == "model"

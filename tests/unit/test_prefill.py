@@ -203,6 +203,7 @@ def test_a_row_that_a_living_engine_answers_with_its_own_error_is_set_aside_alon
 
     run(scenario())
     assert ledger.progress()[0] == 23
+    assert engine.aborted == [*(rid(row, 0) for row in range(12)), rid(1, 1)]
     assert sorted(len(sent) for sent in engine.lists) == [1] * 12 + [12, 12]
 
 

@@ -28,6 +28,7 @@ from worker.engine.spec import EngineSpec, Strategy, command, environment
 from worker.patch.choice import make, patch_digest
 from worker.patch.installer import UNPATCHED, Applied
 from worker.patch.package import PatchError, find_package
+from worker.patience import within
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _POLL_S = 0.2
 _TERM_S = 3.0
 _KILL_S = 10.0
 _LOG_BYTES = 64 << 20
+_STOP_S = 120.0
 
 
 class EngineLaunchError(Exception):
@@ -107,10 +109,13 @@ class Engine:
 
     async def start(self) -> None:
         """Puts the patch in place and starts the server. Raises `EngineLaunchError`. `stop` must follow, always."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        for folder in (self.directory, attached_dir(self.directory), sessions_dir(self.directory)):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._process = self._spawn(await self._patched())
+        try:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            for folder in (self.directory, attached_dir(self.directory), sessions_dir(self.directory)):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._process = self._spawn(await self._patched())
+        except OSError as error:
+            raise EngineLaunchError(f"the engine cannot be started in {self.directory}: {error}") from error
         logger.info("engine launching: %s on port %d, log %s", self.spec.model_path, self._port, self.log_path)
 
     async def until_serving(self) -> None:
@@ -172,7 +177,10 @@ class Engine:
     async def stop(self) -> None:
         """Ends every process: terminate, kill the group, sweep by mark, verify. Raises `EngineStopError`."""
         await self.client.aclose()
-        await asyncio.to_thread(self._stop)
+        try:
+            await within(_STOP_S, self._stop)
+        except TimeoutError as error:
+            raise EngineStopError(f"the engine could not be ended: {error}") from error
 
     def _stop(self) -> None:
         process, self._process = self._process, None

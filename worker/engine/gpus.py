@@ -14,16 +14,22 @@ def gpus_of(spec: EngineSpec, environ: Mapping[str, str]) -> tuple[str, ...]:
     if spec.device != "cuda":
         return ()
     arguments = asked(spec.extra_args)
-    ranks = _number(arguments.get("tp_size"), spec.tensor_parallel)
     first, step = _number(arguments.get("base_gpu_id"), 0), _number(arguments.get("gpu_id_step"), 1)
-    places = [first + rank * step for rank in range(ranks)]
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    places = [first + rank * step for rank in range(spec.tensor_parallel)]
+    seen = visible(environ)
+    if seen is None:
         return tuple(map(str, places))
-    names = [name.strip() for name in visible.split(",")]
-    # CUDA sees no GPU from the first bad name on.
-    seen = names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
     return tuple(seen[place] for place in places if place < len(seen))
+
+
+def visible(environ: Mapping[str, str]) -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set, and all can be seen."""
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    names = [name.strip() for name in value.split(",")]
+    # CUDA sees no GPU from the first bad name on.
+    return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
 
 
 def _number(value: object, otherwise: int) -> int:

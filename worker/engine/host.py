@@ -17,7 +17,7 @@ from typing import Any
 from layertap.schemas.figures import WorkerFigures
 from layertap.schemas.incidents import Blame, IncidentKind, IncidentReport
 from layertap.schemas.workers import ModelFacts
-from worker.engine.engine import Engine, EngineStopError
+from worker.engine.engine import Engine, EngineStopError, end_marked
 from worker.engine.self_check import check, check_unpatched
 from worker.engine.spec import EngineSpec, Strategy
 from worker.engine.warm_up import warm_up
@@ -26,6 +26,7 @@ from worker.in_hand import inflight_tokens
 from worker.inflight import InFlight
 from worker.patch.choice import choose, offers
 from worker.patch.package import find_package
+from worker.patience import within
 from worker.settings import Settings
 from worker.watchdog.attribution import Attempt, Settled, Way, next_step, ways
 from worker.watchdog.gpu import gpu_bytes_used
@@ -35,6 +36,7 @@ from worker.watchdog.rules import Limits, Phase, Verdict
 
 logger = logging.getLogger(__name__)
 
+_DRIVER_S, _SWEEP_S = 10.0, 60.0
 _GPU_LOOKS, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 40, 0.5, 64 << 20
 _ENDED_KEPT = 64
 _RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
@@ -90,6 +92,9 @@ class EngineHost:
         self._watch: asyncio.Task[Any] | None = None
         self._users = 0
         self._kept: Counter[str] = Counter()
+        self._last = ""
+        """The model that was served last. If its engine died, no other model's is started while a shard needs it."""
+        self._notices: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Condition()
         self._started = 0
         self._breakers: dict[str, _Breaker] = {}
@@ -115,18 +120,18 @@ class EngineHost:
 
     @asynccontextmanager
     async def kept(self, model: str) -> AsyncIterator[None]:
-        """An engine that serves that model makes room for no other model while the block runs."""
+        """If that model is served, or was last, no other takes its place while the block runs."""
         self._kept[model] += 1
         try:
             yield
         finally:
             self._kept[model] -= 1
-            await asyncio.shield(self._notify())
+            self._notify()
 
     async def ensure(self, facts: ModelFacts) -> None:
         """Makes the engine serve that model, once nobody uses or keeps another. Raises `EngineUnavailableError`."""
         async with self._idle:
-            await self._idle.wait_for(lambda: self.model == facts.name or self._free())
+            await self._idle.wait_for(lambda: self.model == facts.name or self._free_for(facts.name))
             if self.model == facts.name:
                 return
             breaker = self._breakers.setdefault(facts.name, _Breaker())
@@ -137,10 +142,11 @@ class EngineHost:
             try:
                 await self._end_engine()
                 await self._bring_up(facts)
-            except (EngineUnavailableError, EngineStopError) as error:
+            except (EngineUnavailableError, EngineStopError, OSError) as error:
                 breaker.trip(str(error))
                 self.status = f"unhealthy: {error}"
                 raise EngineUnavailableError(str(error)) from error
+            self._last = facts.name
             self._breakers.pop(facts.name, None)
             self.status = f"serving {facts.name}"
 
@@ -155,7 +161,7 @@ class EngineHost:
             yield serving.engine
         finally:
             self._users -= 1
-            await asyncio.shield(self._notify())
+            self._notify()
 
     async def blame_row(self, engine: Engine) -> str | None:
         """A row alone in flight ended that engine: has its incident say so. Its id, or None before there is one."""
@@ -185,7 +191,13 @@ class EngineHost:
         while not isinstance(step := next_step(attempts, every), Settled):
             way = step.way
             self.status = f"loading {facts.name}" + ("" if way else " unpatched, to see whom to blame")
-            failure = await self._start(facts, _in_way(spec, way))
+            try:
+                failure = await self._start(facts, _in_way(spec, way))
+            except EngineStopError as error:
+                if draft is not None:
+                    draft.tried.append(f"no other way: {error}"[:1000])
+                    await self._publish(draft, Blame.UNKNOWN)
+                raise
             attempts.append(Attempt(way, failure is None))
             if failure is not None and draft is None:
                 draft = failure
@@ -199,11 +211,15 @@ class EngineHost:
             raise EngineUnavailableError(f"{facts.name} cannot be served ({step.blame.value} to blame): {reason}")
 
     async def _start(self, facts: ModelFacts, spec: EngineSpec) -> Draft | None:
-        """One start under watch: None when the engine is up (kept, if patched), else what is known of the failure."""
+        """One start under watch: None when the engine is up (kept, if patched), else what is known of the failure.
+
+        Raises `EngineStopError` where something of an earlier engine is still there.
+        """
         self._started += 1
-        directory = self._settings.run_dir.resolve() / f"engine-{self._started}"
-        engine = Engine(spec, directory, self._settings.row_timeout)
-        before = await asyncio.to_thread(gpu_bytes_used, engine.gpus)
+        run_dir = self._settings.run_dir.resolve()
+        await within(_SWEEP_S, end_marked, run_dir)
+        engine = Engine(spec, run_dir / f"engine-{self._started}", self._settings.row_timeout)
+        before = await _gpu_bytes(engine)
         guard = Guard(engine, self._limits, self.budget.recent, self.budget.oldest)
         healthy, left = False, ""
         try:
@@ -316,11 +332,17 @@ class EngineHost:
         if survived:
             raise EngineStopError(survived)
 
-    def _free(self) -> bool:
-        # Only one that serves is kept: of two lanes that wait for models that nothing serves, either may go first.
-        return self._users == 0 and not (self.model is not None and self._kept[self.model])
+    def _free_for(self, model: str) -> bool:
+        # Only one model is kept at a time, the last: its own lanes always pass, so nobody waits in a ring.
+        return self._users == 0 and (model == self._last or not self._kept[self._last])
 
-    async def _notify(self) -> None:
+    def _notify(self) -> None:
+        # Not waited for: a launch under way has the lock for as long as it takes.
+        notice = asyncio.create_task(self._tell_those_who_wait())
+        self._notices.add(notice)
+        notice.add_done_callback(self._notices.discard)
+
+    async def _tell_those_who_wait(self) -> None:
         async with self._idle:
             self._idle.notify_all()
 
@@ -363,13 +385,22 @@ async def _end(engine: Engine) -> str:
     return ""
 
 
+async def _gpu_bytes(engine: Engine) -> int | None:
+    """Bytes in use on its GPUs; None without any, or where the driver does not say."""
+    try:
+        return await within(_DRIVER_S, gpu_bytes_used, engine.gpus)
+    except TimeoutError as error:
+        logger.warning("%s", error)
+        return None
+
+
 async def _gpu_bytes_left(engine: Engine, before: int | None) -> int | None:
     """Memory of its GPUs in use beyond what was before the engine, once it has had time to come back; None without."""
     if before is None:
         return None
     left = 0
     for _ in range(_GPU_LOOKS):
-        left = (await asyncio.to_thread(gpu_bytes_used, engine.gpus) or 0) - before
+        left = (await _gpu_bytes(engine) or 0) - before
         if left <= _GPU_SLACK_BYTES:
             break
         await asyncio.sleep(_GPU_LOOK_EVERY_S)

@@ -81,7 +81,10 @@ def asked(extra_args: Iterable[str]) -> dict[str, str | Literal[True]]:
 
 def refusal(extra_args: Iterable[str]) -> str | None:
     """Why an engine with these arguments cannot be captured, or None where nothing speaks against it."""
-    why = scattered.refusal(asked(extra_args))
+    arguments = asked(extra_args)
+    if any(name in arguments for name in ("tp_size", "tp")):
+        return "--engine-arg=--tp-size: leave it out, and set --tensor-parallel"
+    why = scattered.refusal(arguments)
     return None if why is None else f"--engine-arg={why}"
 
 
@@ -152,13 +155,13 @@ def environment(spec: EngineSpec, base: Mapping[str, str], engine_dir: Path, app
     if spec.device == "cpu":
         # Threads that spin while they wait for each other starve whatever else the machine does.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cpu_binding(spec.tensor_parallel))
-    return {name: value for name, value in env.items() if value}
+        if spec.tensor_parallel > 1:
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cpu_binding(spec.tensor_parallel))
+    # An empty list of GPUs, of the operator's own, means none and must stay.
+    return env
 
 
 def _cpu_binding(ranks: int) -> str:
-    if ranks == 1:
-        return ""
     cpus = sorted(os.sched_getaffinity(0))
     share = max(1, len(cpus) // ranks)
     return "|".join(",".join(str(c) for c in cpus[r * share : (r + 1) * share] or cpus[-1:]) for r in range(ranks))

@@ -51,6 +51,12 @@ def gather(directory: Path, server: int | None, log: Path, signals: dict[str, st
     return _fit(evidence)
 
 
+def little(signals: dict[str, str], engine: dict[str, str], why: str) -> Evidence:
+    """What there is without looking, where looking can't be done; `why` stands in the log's place."""
+    found = {name: redact(value) for name, value in engine.items()}
+    return _fit(Evidence(log_tail=redact(why), processes=[], gpu=[], signals=signals, engine=found))
+
+
 async def patch_state(patch_dir: Path | None) -> str:
     """What the installed SGLang is, compared with its release: pristine, patched, foreign or unverifiable.
 

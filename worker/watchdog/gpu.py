@@ -1,7 +1,7 @@
 """What the driver says of the GPUs: memory in use, and how busy they are."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,19 @@ def _driver() -> Iterator[int]:
         yield 0
         return
     try:
-        yield int(pynvml.nvmlDeviceGetCount())
+        yield _count()
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _count() -> int:
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
 
 
 def _find(name: str, count: int) -> Any | None:

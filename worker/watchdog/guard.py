@@ -1,8 +1,15 @@
-"""Watches one engine from launch to end and says when it is sick. Looks once a second, from a thread of its own."""
+"""Watches one engine from launch to end and says when it is sick. Looks once a second.
+
+A look that hangs or fails, as one at /proc or a driver may, does not blind it: what was seen before stands, and counts
+as standing still.
+"""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +18,17 @@ from worker.capture.session import Ledger, LedgerError, sessions_dir
 from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
 from worker.engine.judgement import CheckError
-from worker.watchdog.evidence import gather, patch_state
-from worker.watchdog.gpu import gpu_use
+from worker.patience import Newest, within
+from worker.watchdog.evidence import gather, little, patch_state
+from worker.watchdog.gpu import GpuUse, gpu_use
 from worker.watchdog.observe import engine_processes, port_open
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
 
+logger = logging.getLogger(__name__)
+
 LOOK_EVERY_S = 1.0
+_LOOK_S = 5.0
+_EVIDENCE_S = 90.0
 _DYING_S = 10.0
 
 
@@ -37,6 +49,9 @@ class Guard:
         self._in_flight = in_flight
         self._oldest = oldest
         self._trace = Trace(Phase.LAUNCHING, time.monotonic())
+        self._looks = Newest(self._look, Observation(server_alive=True, group=0), _LOOK_S)
+        # Apart from the rest: a driver that hangs says nothing of the engine.
+        self._gpu = Newest(self._look_at_gpus, None, _LOOK_S)
 
     def enter(self, phase: Phase) -> None:
         """The engine is in that phase now."""
@@ -55,7 +70,7 @@ class Guard:
     async def until_sick(self) -> Verdict:
         """Looks until the engine is found sick. In `idle` and `serving` it tells the two apart by itself."""
         while True:
-            observation = await asyncio.to_thread(self._look)
+            observation = await self._observe()
             now = time.monotonic()
             if self.phase in (Phase.IDLE, Phase.SERVING):
                 self._trace.enter(Phase.SERVING if observation.in_flight else Phase.IDLE, now)
@@ -88,28 +103,44 @@ class Guard:
         spec = self.engine.spec
         facts = {name: str(value) for name, value in spec.__dict__.items()}
         facts["patch_state"] = await patch_state(None if spec.patch_dir is None else Path(spec.patch_dir))
-        return await asyncio.to_thread(
-            gather, self.engine.directory, self.engine.pid, self.engine.log_path, signals, facts
+        engine = self.engine
+        try:
+            return await within(_EVIDENCE_S, gather, engine.directory, engine.pid, engine.log_path, signals, facts)
+        except Exception as error:
+            # A sick engine must be ended, with evidence or without.
+            logger.exception("no evidence could be gathered")
+            return little(signals, facts, f"no evidence could be gathered: {error!r}")
+
+    async def _observe(self) -> Observation:
+        engine = self.engine
+        looked, gpu = await asyncio.gather(self._looks.find(), self._gpu.find())
+        return replace(
+            looked,
+            # Before it is spawned it has not died.
+            server_alive=engine.pid is None or engine.alive,
+            memory_bytes=looked.memory_bytes + (0 if gpu is None else gpu.bytes_used),
+            in_flight=self._in_flight(),
+            gpu_busy=None if gpu is None else gpu.busy,
+            oldest_request_s=self._oldest(),
         )
+
+    def _look_at_gpus(self) -> GpuUse | None:
+        return gpu_use(self.engine.gpus)
 
     def _look(self) -> Observation:
         engine = self.engine
-        engine.rotate_log()
+        with suppress(OSError):
+            engine.rotate_log()
         seen = engine_processes(engine.directory, engine.pid)
-        gpu = gpu_use(engine.gpus)
         return Observation(
-            # Before it is spawned it has not died.
-            server_alive=engine.pid is None or engine.alive,
+            server_alive=True,
             group=len(seen),
             log_bytes=engine.log_bytes(),
             cpu_seconds=sum(process.cpu_seconds for process in seen),
             read_bytes=sum(process.read_bytes for process in seen),
-            memory_bytes=sum(process.rss_bytes for process in seen) + (0 if gpu is None else gpu.bytes_used),
+            memory_bytes=sum(process.rss_bytes for process in seen),
             tokens_captured=_captured(engine),
-            in_flight=self._in_flight(),
             port_open=engine.pid is not None and port_open(engine.client.port),
-            gpu_busy=None if gpu is None else gpu.busy,
-            oldest_request_s=self._oldest(),
         )
 
 

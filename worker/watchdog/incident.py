@@ -67,10 +67,10 @@ class Draft:
     @staticmethod
     def save(report: IncidentReport, folder: Path) -> None:
         """Keeps the report on disk, whatever becomes of the service; the oldest go."""
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{report.happened_at:%Y%m%dT%H%M%S}-{report.id}.json"
         partial = path.with_suffix(".tmp")
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(report.model_dump_json(indent=1))
             os.replace(partial, path)
             for old in sorted(folder.glob("*.json"))[:-_KEPT_ON_DISK]:

@@ -1,0 +1,89 @@
+"""Calls that may never come back: of a driver, of /proc, of a disk that hangs. Each runs in a thread of its own.
+
+A thread that is stuck can't be stopped. It is left behind: it holds up neither the event loop, nor anybody else's
+threads, nor the end of the process.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns or raises; `TimeoutError` when it has done neither in time."""
+    call = begin(lambda: function(*arguments))
+    await asyncio.wait({call}, timeout=seconds)
+    if not call.done():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return call.result()
+
+
+class Newest(Generic[T]):
+    """The newest that a function found which is called again and again, one call at a time.
+
+    While a call hangs, and where it fails, what was found before stands; at the beginning that is `first`.
+    """
+
+    def __init__(self, function: Callable[[], T], first: T, seconds: float) -> None:
+        self._function = function
+        self._found = first
+        self._seconds = seconds
+        self._call: asyncio.Future[T] | None = None
+        self._well = True
+
+    async def find(self) -> T:
+        """Calls it, unless the last call still hangs, and waits for up to `seconds`."""
+        call = self._call = self._call or begin(self._function)
+        await asyncio.wait({call}, timeout=self._seconds)
+        if not call.done():
+            self._say("has not come back within %g s", self._seconds)
+            return self._found
+        self._call = None
+        try:
+            self._found = call.result()
+            self._well = True
+        except Exception as error:  # noqa: BLE001 (whatever it is, what was found before stands)
+            self._say("failed: %r", error)
+        return self._found
+
+    def _say(self, what: str, *more: object) -> None:
+        if self._well:
+            logger.error(f"%s {what}; what it found before stands", self._function.__qualname__, *more)
+        self._well = False
+
+
+def begin(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """Calls the function in a thread; what it returns or raises comes in the future."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            found = function()
+        except Exception as error:  # noqa: BLE001 (it is the caller's)
+            _settle(loop, future, future.set_exception, error)
+        else:
+            _settle(loop, future, future.set_result, found)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _settle(
+    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", settle: Callable[[Any], None], value: object
+) -> None:
+    def unless_given_up() -> None:
+        if not future.done():
+            settle(value)
+
+    try:
+        loop.call_soon_threadsafe(unless_given_up)
+    except RuntimeError:
+        # The loop has ended meanwhile; nobody waits any more.
+        return
