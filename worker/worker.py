@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 
 from layertap.schemas.incidents import IncidentReport
@@ -179,28 +180,23 @@ class Worker:
     async def _lane(self, kind: TaskKind) -> None:
         launches_failed = 0
         while not self._stopping.is_set():
-            answer = await self._claim_and_perform(kind)
-            if answer is None or answer.lease is not None:
+            sent_at = time.monotonic()
+            answer = await self._claim(kind)
+            if answer is not None and answer.load_model is not None:
+                # Kept until a shard of its own keeps it, or a lane that waits for another model's would end it unused.
+                async with self._host.kept(answer.load_model):
+                    loaded = await self._load(answer.load_model)
+                    sent_at = time.monotonic()
+                    answer = await self._claim(kind) if loaded and not self._stopping.is_set() else None
+                launches_failed = 0 if loaded else launches_failed + 1
+                if not loaded:
+                    await self._pause(min(2.0**launches_failed, _LAUNCH_BACKOFF_MOST_S))
+            if answer is None:
                 continue
-            if answer.load_model is None:
+            if answer.lease is not None:
+                await self._perform(answer.lease, sent_at)
+            else:
                 await self._pause(answer.retry_after_seconds)
-                continue
-            # Kept until there is a shard for it, or a lane that waits for another model would take its place unused.
-            async with self._host.kept(answer.load_model):
-                loaded = await self._load(answer.load_model)
-                if loaded and not self._stopping.is_set():
-                    await self._claim_and_perform(kind)
-            launches_failed = 0 if loaded else launches_failed + 1
-            if not loaded:
-                await self._pause(min(2.0**launches_failed, _LAUNCH_BACKOFF_MOST_S))
-
-    async def _claim_and_perform(self, kind: TaskKind) -> ClaimResponse | None:
-        """The service's answer to a claim, once the lease is over with where it is one; None where there is none."""
-        sent_at = time.monotonic()
-        answer = await self._claim(kind)
-        if answer is not None and answer.lease is not None:
-            await self._perform(answer.lease, sent_at)
-        return answer
 
     async def _claim(self, kind: TaskKind) -> ClaimResponse | None:
         request = ClaimRequest(
@@ -233,10 +229,12 @@ class Worker:
         work = asyncio.create_task(self._plan(held) if is_plan else self._extract(held))
         ends = [asyncio.create_task(held.dropped.wait()), asyncio.create_task(self._stopping.wait())]
         try:
-            await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
+            # From before its layout on, or the engine might be given to another model meanwhile. Plans need no engine.
+            async with nullcontext() if is_plan else self._host.kept(lease.model):
+                await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    work.cancel()
+                    await asyncio.wait({work})
             await self._report_end(held, work)
         finally:
             work.cancel()
@@ -285,7 +283,10 @@ class Worker:
         needed = _SPACE_SPARE_BYTES + (lease.shard.bytes if lease.shard else 0)
         self._waiting_for_space += 1
         try:
-            logger.warning("waiting for space: %s needs %d bytes free in %s", lease.task, needed, self._storage)
+            logger.warning(
+                "waiting for space: %s needs %d bytes free in %s, and %d in %s",
+                lease.task, needed, self._storage, _SPACE_SPARE_BYTES, self._settings.run_dir,
+            )  # fmt: skip
             while not self._stopping.is_set() and not await self._has_room(needed):
                 await self._pause(_SPACE_PAUSE_S)
         finally:
@@ -314,9 +315,7 @@ class Worker:
             self._settings.launch_timeout,
             self._layouts,
         )
-        # From before its layout on, or the engine might be given to another model meanwhile.
-        async with self._host.kept(facts.name):
-            await extraction.run(held)
+        await extraction.run(held)
 
     async def _release(self, held: HeldLease, reason: str) -> None:
         message = Release(**held.proof.model_dump(), reason=reason[:2000])
