@@ -5,6 +5,7 @@ threads, nor the end of the process.
 """
 
 import asyncio
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 async def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
-    """What the function returns or raises; `TimeoutError` when it has done neither in time."""
+    """What the function returns or raises; `TimeoutError`, an `OSError`, when it has done neither in time."""
     call = begin(lambda: function(*arguments))
     await asyncio.wait({call}, timeout=seconds)
     if not call.done():
@@ -54,12 +55,12 @@ class Newest(Generic[T]):
 
     def _say(self, what: str, *more: object) -> None:
         if self._well:
-            logger.error(f"%s {what}; what it found before stands", self._function.__qualname__, *more)
+            logger.error(f"%s {what}; what it found before stands", self._function, *more)
         self._well = False
 
 
 def begin(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Calls the function in a thread; what it returns or raises comes in the future."""
+    """Calls the function in a thread; what it returns or raises comes in the future, an `OSError` where none starts."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -71,7 +72,11 @@ def begin(function: Callable[[], T]) -> "asyncio.Future[T]":
         else:
             _settle(loop, future, future.set_result, found)
 
-    threading.Thread(target=run, daemon=True).start()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError as error:
+        # The machine has no thread left.
+        future.set_exception(OSError(errno.EAGAIN, str(error)))
     return future
 
 

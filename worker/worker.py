@@ -14,7 +14,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 from layertap.schemas.incidents import IncidentReport
 from layertap.schemas.tasks import (
@@ -33,7 +35,7 @@ from worker.engine.host import EngineHost, EngineUnavailableError
 from worker.extract import LAYOUT_SECONDS, Extraction
 from worker.in_hand import shard_lanes
 from worker.leases import HeldLease, LeaseKeeper
-from worker.patience import within
+from worker.patience import Newest
 from worker.plan.plan import PlanError
 from worker.plan_task import QUIET_SECONDS, run_plan
 from worker.prefill import StorageWriteError
@@ -75,6 +77,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._layouts = asyncio.Lock()
         self._waiting_for_space = 0
+        self._free = [Newest(partial(_free_bytes, folder), 0, _DISK_S) for folder in (self._storage, settings.run_dir)]
 
     def stop(self) -> None:
         """Asks for a graceful stop; `run` returns once it is done."""
@@ -294,15 +297,8 @@ class Worker:
 
     async def _has_room(self, needed: int) -> bool:
         """Whether the storage has that many bytes free, and the run directory some for sessions and logs."""
-        for folder, least in ((self._storage, needed), (self._settings.run_dir, _SPACE_SPARE_BYTES)):
-            try:
-                free = (await within(_DISK_S, shutil.disk_usage, folder)).free
-            except TimeoutError as error:
-                logger.warning("%s: %s", folder, error)
-                return False
-            if free < least:
-                return False
-        return True
+        storage, run_dir = [await free.find() for free in self._free]
+        return storage >= needed and run_dir >= _SPACE_SPARE_BYTES
 
     async def _extract(self, held: HeldLease) -> None:
         facts = self._models[held.lease.model]
@@ -331,3 +327,7 @@ class Worker:
             await message()
         except (ServiceError, ServiceUnreachableError) as error:
             logger.warning("%s of %s: %s", what, held.lease.task, error)
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

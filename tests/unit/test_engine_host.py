@@ -10,7 +10,7 @@ from layertap.schemas.incidents import IncidentKind, IncidentReport
 from layertap.schemas.shards import Pins
 from layertap.schemas.workers import ModelFacts
 from worker.engine.engine import Engine, EngineStopError
-from worker.engine.host import EngineHost, EngineUnavailableError, _Serving
+from worker.engine.host import EngineHost, EngineUnavailableError, _gpu_bytes_left, _Serving
 from worker.engine.spec import EngineSpec
 from worker.gauge import Gauge
 from worker.settings import Settings
@@ -274,5 +274,69 @@ def test_a_run_directory_that_takes_nothing_is_an_incident_and_not_the_end_of_th
             await host.ensure(_facts("new"))
         (incident,) = reports
         assert incident.kind is IncidentKind.DIED_LAUNCHING
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_stops_waits_for_an_engine_that_is_being_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        host = _host(tmp_path, [])
+        ended = asyncio.Event()
+
+        async def slow(engine: Engine) -> None:
+            await asyncio.sleep(0.2)
+            ended.set()
+
+        monkeypatch.setattr(Stubborn, "stop", slow)
+        lane = asyncio.create_task(host.ensure(_facts("new")))
+        await asyncio.sleep(0.05)
+        lane.cancel()
+        await asyncio.wait({lane})
+        assert not ended.is_set()
+        await host.stop()
+        assert ended.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_failure_is_reported_where_no_second_start_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = 0
+
+    def sweep(directory: Path) -> int:
+        nonlocal swept
+        swept += 1
+        if swept > 1:
+            raise OSError(5, "Input/output error")
+        return 0
+
+    def full(engine: Engine, applied: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        reports: list[IncidentReport] = []
+        host = _host(tmp_path, reports)
+        host._serving = None
+        monkeypatch.setattr("worker.engine.host.end_marked", sweep)
+        monkeypatch.setattr(Engine, "_spawn", full)
+        with pytest.raises(EngineUnavailableError, match="could not be looked for"):
+            await host.ensure(_facts("new"))
+        (incident,) = reports
+        assert "No space left" in incident.reason
+        assert "Input/output error" in incident.tried[-1]
+
+    asyncio.run(scenario())
+
+
+def test_a_driver_that_says_nothing_after_the_end_leaves_the_memory_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = Stubborn(EngineSpec("/models", "BF16", "cpu", "0.5.23", installer=None), tmp_path, prefill_timeout=1)
+        monkeypatch.setattr("worker.engine.host.gpu_bytes_used", lambda names: None)
+        assert await _gpu_bytes_left(engine, 70 << 30) is None
 
     asyncio.run(scenario())

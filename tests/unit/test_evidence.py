@@ -20,7 +20,7 @@ from worker.engine.spec import EngineSpec
 from worker.patch.package import TARGET
 from worker.patch.source import SourceInstaller
 from worker.watchdog import evidence as evidence_module
-from worker.watchdog.evidence import gather, patch_state, redact
+from worker.watchdog.evidence import compose, patch_state, processes_of, redact, tail
 from worker.watchdog.guard import Guard
 from worker.watchdog.observe import engine_processes, look, port_open
 from worker.watchdog.rules import Limits
@@ -51,10 +51,15 @@ def stubborn(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+def gathered(directory: Path, server: int, log: Path, signals: dict[str, str], engine: dict[str, str]) -> Evidence:
+    processes = processes_of(directory, server)
+    return compose(tail(log), processes, [], signals, engine)
+
+
 def test_a_spinning_process_shows_where_it_spins(stubborn: "subprocess.Popen[str]", tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("\n".join(f"line {i}" for i in range(500)))
-    evidence = gather(tmp_path, stubborn.pid, log, {"phase": "launching"}, {"api_key": "api_key='abc'"})
+    evidence = gathered(tmp_path, stubborn.pid, log, {"phase": "launching"}, {"api_key": "api_key='abc'"})
     (found,) = evidence.processes
     assert found.pid == stubborn.pid
     assert "spinning_in_the_forward" in found.stack
@@ -112,7 +117,7 @@ def test_evidence_is_bounded_in_time_even_for_a_stopped_process(
     os.kill(stubborn.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, stubborn.pid, os.WSTOPPED | os.WNOWAIT)
     began = time.monotonic()
-    evidence = gather(tmp_path, stubborn.pid, tmp_path / "no.log", {}, {})
+    evidence = gathered(tmp_path, stubborn.pid, tmp_path / "no.log", {}, {})
     assert time.monotonic() - began < 60
     assert evidence.processes[0].state in "Tt"
     assert evidence.log_tail == ""

@@ -1,6 +1,7 @@
 """The watchdog of an engine that comes up: what a step that fails is called. The server is a process that waits."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -106,11 +107,46 @@ def test_a_log_that_cannot_be_rotated_ends_no_watch(engine: Engine, monkeypatch:
     assert outcome(engine, dies=True) is IncidentKind.DIED_SERVING
 
 
-def test_a_sick_engine_has_evidence_where_none_can_be_gathered(
+def test_what_hangs_of_the_evidence_takes_none_of_the_rest_with_it(
     engine: Engine, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_EVIDENCE_S", 0.05)
-    monkeypatch.setattr(guard, "gather", lambda *args: gate.wait(60))
+    for name, bound in (("processes_of", "_STACKS_S"), ("gpu_lines", "_LOOK_S")):
+        monkeypatch.setattr(guard, bound, 0.5)
+        monkeypatch.setattr(guard, name, lambda *args: gate.wait(60))
+    engine.log_path.write_text("CUDA out of memory\n")
     evidence = asyncio.run(Guard(engine, Limits(), lambda: 0).evidence())
-    assert evidence.log_tail == "no evidence could be gathered: TimeoutError('no answer within 0.05 s')"
+    assert (evidence.log_tail, evidence.processes, evidence.gpu) == ("CUDA out of memory", [], [])
     assert evidence.engine["model_path"] == "model"
+
+
+def test_processes_that_cannot_be_read_do_not_make_an_engine_that_works_look_hung(
+    engine: Engine, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = itertools.count(1)
+    monkeypatch.setattr(guard, "_LOOK_S", 0.01)
+    monkeypatch.setattr(guard, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(guard, "engine_processes", lambda *args: gate.wait(60))
+    monkeypatch.setattr(guard, "port_open", lambda port: True)
+    monkeypatch.setattr(guard, "_captured", lambda engine: next(tokens))
+
+    async def watched() -> None:
+        watch = Guard(engine, Limits(serving_quiet=0.3), lambda: 1)
+        watch.enter(Phase.IDLE)
+        async with asyncio.timeout(1.5):
+            await watch.until_sick()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(watched())
+
+
+def test_a_log_too_long_to_be_kept_on_a_full_disk_is_cut_short(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"some")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("worker.engine.engine._LOG_BYTES", 10)
+    monkeypatch.setattr("shutil.copyfile", full)
+    engine.log_path.write_bytes(b"words" * 10)
+    engine.rotate_log()
+    assert engine.log_bytes() == 0
+    assert not engine.log_path.with_suffix(".log.1").exists()

@@ -80,3 +80,18 @@ def test_what_was_found_stands_where_a_call_fails(caplog: pytest.LogCaptureFixtu
     assert asyncio.run(scenario()) == [1, 1, 1, 4]
     # Said once, not at every look.
     assert len([record for record in caplog.records if "full" in record.getMessage()]) == 1
+
+
+def test_a_machine_without_a_thread_to_spare_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        newest = Newest(lambda: 1, 0, 60)
+        assert await newest.find() == 1
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(OSError, match="can't start new thread"):
+            await within(60, divmod, 7, 2)
+        assert await newest.find() == 1
+
+    asyncio.run(scenario())

@@ -37,7 +37,7 @@ _POLL_S = 0.2
 _TERM_S = 3.0
 _KILL_S = 10.0
 _LOG_BYTES = 64 << 20
-_STOP_S = 120.0
+_STOP_S = 45.0
 
 
 class EngineLaunchError(Exception):
@@ -104,7 +104,12 @@ class Engine:
     def rotate_log(self) -> None:
         """Moves a log that has grown too long aside, as `engine.log.1`, and goes on with an empty one."""
         if self.log_bytes() > _LOG_BYTES:
-            shutil.copyfile(self.log_path, self.log_path.with_suffix(".log.1"))
+            old = self.log_path.with_suffix(".log.1")
+            try:
+                shutil.copyfile(self.log_path, old)
+            except OSError:
+                # No room for it; nor must the log take what is left.
+                old.unlink(missing_ok=True)
             os.truncate(self.log_path, 0)
 
     async def start(self) -> None:
@@ -179,7 +184,7 @@ class Engine:
         await self.client.aclose()
         try:
             await within(_STOP_S, self._stop)
-        except TimeoutError as error:
+        except OSError as error:
             raise EngineStopError(f"the engine could not be ended: {error}") from error
 
     def _stop(self) -> None:

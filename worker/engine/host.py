@@ -36,7 +36,7 @@ from worker.watchdog.rules import Limits, Phase, Verdict
 
 logger = logging.getLogger(__name__)
 
-_DRIVER_S, _SWEEP_S = 10.0, 60.0
+_DRIVER_S, _SWEEP_S, _ENDING_S = 10.0, 60.0, 50.0
 _GPU_LOOKS, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 40, 0.5, 64 << 20
 _ENDED_KEPT = 64
 _RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
@@ -176,6 +176,9 @@ class EngineHost:
     async def stop(self) -> None:
         """Ends the engine, used or not."""
         if self._watch is not None:
+            if self._serving is None:
+                # It is ending an engine, which must not be left half ended.
+                await asyncio.wait({self._watch}, timeout=_ENDING_S)
             self._watch.cancel()
             # One that failed is no reason to leave the engine behind.
             await asyncio.wait({self._watch})
@@ -193,7 +196,7 @@ class EngineHost:
             self.status = f"loading {facts.name}" + ("" if way else " unpatched, to see whom to blame")
             try:
                 failure = await self._start(facts, _in_way(spec, way))
-            except EngineStopError as error:
+            except (EngineStopError, OSError) as error:
                 if draft is not None:
                     draft.tried.append(f"no other way: {error}"[:1000])
                     await self._publish(draft, Blame.UNKNOWN)
@@ -217,7 +220,10 @@ class EngineHost:
         """
         self._started += 1
         run_dir = self._settings.run_dir.resolve()
-        await within(_SWEEP_S, end_marked, run_dir)
+        try:
+            await within(_SWEEP_S, end_marked, run_dir)
+        except OSError as error:
+            raise EngineStopError(f"what is left of earlier engines could not be looked for: {error}") from error
         engine = Engine(spec, run_dir / f"engine-{self._started}", self._settings.row_timeout)
         before = await _gpu_bytes(engine)
         guard = Guard(engine, self._limits, self.budget.recent, self.budget.oldest)
@@ -389,7 +395,7 @@ async def _gpu_bytes(engine: Engine) -> int | None:
     """Bytes in use on its GPUs; None without any, or where the driver does not say."""
     try:
         return await within(_DRIVER_S, gpu_bytes_used, engine.gpus)
-    except TimeoutError as error:
+    except OSError as error:
         logger.warning("%s", error)
         return None
 
@@ -400,7 +406,10 @@ async def _gpu_bytes_left(engine: Engine, before: int | None) -> int | None:
         return None
     left = 0
     for _ in range(_GPU_LOOKS):
-        left = (await _gpu_bytes(engine) or 0) - before
+        used = await _gpu_bytes(engine)
+        if used is None:
+            return None
+        left = used - before
         if left <= _GPU_SLACK_BYTES:
             break
         await asyncio.sleep(_GPU_LOOK_EVERY_S)

@@ -17,7 +17,6 @@ from pathlib import Path
 from layertap.schemas.incidents import MAX_EVIDENCE_BYTES, Evidence, ProcessEvidence
 from worker.patch.package import find_package
 from worker.patch.source import SourceInstaller
-from worker.watchdog.gpu import gpu_lines
 from worker.watchdog.observe import Seen, engine_processes
 
 LOG_LINES = 200
@@ -34,27 +33,31 @@ _SECRETS = re.compile(
 )
 
 
-def gather(directory: Path, server: int | None, log: Path, signals: dict[str, str], engine: dict[str, str]) -> Evidence:
-    """Everything about the engine in `directory`. Takes under a minute however sick it is; call it from a thread."""
+def processes_of(directory: Path, server: int | None) -> list[ProcessEvidence]:
+    """Every process of the engine in `directory`, with its stacks: here, or in the log where py-spy can't read them.
+
+    Takes under a minute however sick they are, unless /proc itself hangs; call it from a thread.
+    """
     seen = engine_processes(directory, server)
     deadline = time.monotonic() + _ALL_STACKS_SECONDS
     found = [_describe(process, deadline) for process in seen]
     if seen and all(not process.stack.startswith("Process") for process in found):
         _ask_by_signal(seen)
+    return found
+
+
+def compose(
+    log_tail: str, processes: list[ProcessEvidence], gpu: list[str], signals: dict[str, str], engine: dict[str, str]
+) -> Evidence:
+    """All of it together, without secrets, within its bound."""
     evidence = Evidence(
-        log_tail=redact(tail(log, LOG_LINES))[-_LOG_CHARS:],
-        processes=found,
-        gpu=gpu_lines(),
+        log_tail=redact(log_tail)[-_LOG_CHARS:],
+        processes=processes,
+        gpu=gpu,
         signals=signals,
         engine={name: redact(value) for name, value in engine.items()},
     )
     return _fit(evidence)
-
-
-def little(signals: dict[str, str], engine: dict[str, str], why: str) -> Evidence:
-    """What there is without looking, where looking can't be done; `why` stands in the log's place."""
-    found = {name: redact(value) for name, value in engine.items()}
-    return _fit(Evidence(log_tail=redact(why), processes=[], gpu=[], signals=signals, engine=found))
 
 
 async def patch_state(patch_dir: Path | None) -> str:
@@ -76,7 +79,7 @@ def redact(text: str) -> str:
     return _SECRETS.sub(r"\1***", text)
 
 
-def tail(log: Path, lines: int) -> str:
+def tail(log: Path, lines: int = LOG_LINES) -> str:
     """The last lines of a log file, or nothing where there is none."""
     try:
         with log.open("rb") as file:

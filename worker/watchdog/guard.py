@@ -7,11 +7,11 @@ as standing still.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from layertap.schemas.incidents import Evidence, IncidentKind
 from worker.capture.session import Ledger, LedgerError, sessions_dir
@@ -19,16 +19,18 @@ from worker.engine.client import EngineDownError
 from worker.engine.engine import Engine, EngineLaunchError, EngineUnpatchedError
 from worker.engine.judgement import CheckError
 from worker.patience import Newest, within
-from worker.watchdog.evidence import gather, little, patch_state
-from worker.watchdog.gpu import GpuUse, gpu_use
-from worker.watchdog.observe import engine_processes, port_open
+from worker.watchdog.evidence import compose, patch_state, processes_of, tail
+from worker.watchdog.gpu import GpuUse, gpu_lines, gpu_use
+from worker.watchdog.observe import Seen, engine_processes, port_open
 from worker.watchdog.rules import Limits, Observation, Phase, Trace, Verdict, decide
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
-_EVIDENCE_S = 90.0
+_STACKS_S = 90.0
 _DYING_S = 10.0
 
 
@@ -50,8 +52,10 @@ class Guard:
         self._oldest = oldest
         self._trace = Trace(Phase.LAUNCHING, time.monotonic())
         self._looks = Newest(self._look, Observation(server_alive=True, group=0), _LOOK_S)
-        # Apart from the rest: a driver that hangs says nothing of the engine.
+        # Apart from the rest: a driver that hangs, or somebody else's process that can't be read, says nothing of the
+        # engine.
         self._gpu = Newest(self._look_at_gpus, None, _LOOK_S)
+        self._processes = Newest[list[Seen]](self._look_at_processes, [], _LOOK_S)
 
     def enter(self, phase: Phase) -> None:
         """The engine is in that phase now."""
@@ -104,25 +108,31 @@ class Guard:
         facts = {name: str(value) for name, value in spec.__dict__.items()}
         facts["patch_state"] = await patch_state(None if spec.patch_dir is None else Path(spec.patch_dir))
         engine = self.engine
-        try:
-            return await within(_EVIDENCE_S, gather, engine.directory, engine.pid, engine.log_path, signals, facts)
-        except Exception as error:
-            # A sick engine must be ended, with evidence or without.
-            logger.exception("no evidence could be gathered")
-            return little(signals, facts, f"no evidence could be gathered: {error!r}")
+        processes = await _or_nothing(within(_STACKS_S, processes_of, engine.directory, engine.pid), [])
+        # After the processes, whose stacks may stand in the log.
+        log = await _or_nothing(within(_LOOK_S, tail, engine.log_path), "")
+        gpus = await _or_nothing(within(_LOOK_S, gpu_lines), [])
+        return compose(log, processes, gpus, signals, facts)
 
     async def _observe(self) -> Observation:
         engine = self.engine
-        looked, gpu = await asyncio.gather(self._looks.find(), self._gpu.find())
+        looked, seen, gpu = await asyncio.gather(self._looks.find(), self._processes.find(), self._gpu.find())
+        resident = sum(process.rss_bytes for process in seen)
         return replace(
             looked,
+            group=len(seen),
+            cpu_seconds=sum(process.cpu_seconds for process in seen),
+            read_bytes=sum(process.read_bytes for process in seen),
             # Before it is spawned it has not died.
             server_alive=engine.pid is None or engine.alive,
-            memory_bytes=looked.memory_bytes + (0 if gpu is None else gpu.bytes_used),
+            memory_bytes=resident + (0 if gpu is None else gpu.bytes_used),
             in_flight=self._in_flight(),
             gpu_busy=None if gpu is None else gpu.busy,
             oldest_request_s=self._oldest(),
         )
+
+    def _look_at_processes(self) -> list[Seen]:
+        return engine_processes(self.engine.directory, self.engine.pid)
 
     def _look_at_gpus(self) -> GpuUse | None:
         return gpu_use(self.engine.gpus)
@@ -131,17 +141,22 @@ class Guard:
         engine = self.engine
         with suppress(OSError):
             engine.rotate_log()
-        seen = engine_processes(engine.directory, engine.pid)
         return Observation(
             server_alive=True,
-            group=len(seen),
+            group=0,
             log_bytes=engine.log_bytes(),
-            cpu_seconds=sum(process.cpu_seconds for process in seen),
-            read_bytes=sum(process.read_bytes for process in seen),
-            memory_bytes=sum(process.rss_bytes for process in seen),
             tokens_captured=_captured(engine),
             port_open=engine.pid is not None and port_open(engine.client.port),
         )
+
+
+async def _or_nothing(call: Awaitable[T], nothing: T) -> T:
+    """What the call finds; a sick engine must be ended with evidence or without."""
+    try:
+        return await call
+    except Exception:
+        logger.exception("evidence is missing")
+        return nothing
 
 
 def _went_down(error: BaseException | None) -> bool:
