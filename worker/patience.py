@@ -9,6 +9,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,10 @@ class Newest(Generic[T]):
             self._say("has not come back within %g s", self._seconds)
             return self._found
         self._call = None
-        try:
-            self._found = call.result()
-            self._well = True
-        except Exception as error:  # noqa: BLE001 (whatever it is, what was found before stands)
+        error = call.exception()
+        if error is None:
+            self._found, self._well = call.result(), True
+        else:
             self._say("failed: %r", error)
         return self._found
 
@@ -61,34 +62,19 @@ class Newest(Generic[T]):
 
 def begin(function: Callable[[], T]) -> "asyncio.Future[T]":
     """Calls the function in a thread; what it returns or raises comes in the future, an `OSError` where none starts."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    call: Future[T] = Future()
+    # From now on it can't be cancelled, as little as the thread.
+    call.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            found = function()
-        except Exception as error:  # noqa: BLE001 (it is the caller's)
-            _settle(loop, future, future.set_exception, error)
-        else:
-            _settle(loop, future, future.set_result, found)
+            call.set_result(function())
+        except Exception as error:  # noqa: BLE001 (raised again for whoever waits for the future)
+            call.set_exception(error)
 
     try:
         threading.Thread(target=run, daemon=True).start()
     except RuntimeError as error:
         # The machine has no thread left.
-        future.set_exception(OSError(errno.EAGAIN, str(error)))
-    return future
-
-
-def _settle(
-    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", settle: Callable[[Any], None], value: object
-) -> None:
-    def unless_given_up() -> None:
-        if not future.done():
-            settle(value)
-
-    try:
-        loop.call_soon_threadsafe(unless_given_up)
-    except RuntimeError:
-        # The loop has ended meanwhile; nobody waits any more.
-        return
+        call.set_exception(OSError(errno.EAGAIN, str(error)))
+    return asyncio.wrap_future(call)

@@ -128,20 +128,6 @@ class Prefill:
                 why[row] = RowFailure("engine_aborted", outcome)
         await self._once_more(why, rows, attempt)
 
-    async def _timed_out(
-        self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, seconds: float
-    ) -> None:
-        """Aborts the rows of an unanswered request that have not arrived, and no other; those that have are done."""
-        late = [row for row in batch if not self.ledger.complete(row)]
-        logger.warning(
-            "%s: no answer within %g s, %d of %d rows are late", self.rid.session, seconds, len(late), len(batch)
-        )
-        for row in late:
-            await self.client.abort(self._rid(row, attempt))
-        self.in_flight.difference_update(batch)
-        reason = f"the engine gave no answer within {seconds:g} s, with this row alone in its request"
-        await self._once_more({row: RowFailure("timed_out", reason) for row in late}, rows, attempt)
-
     async def _failed(
         self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, error: RowsFailedError
     ) -> None:
@@ -150,12 +136,25 @@ class Prefill:
             await self.client.answers()
         except EngineGoneError as gone:
             raise EngineDownError(f"{error}; then {gone}") from error
-        left = [row for row in batch if not self.ledger.complete(row)]
-        for row in left:
-            # A list fails for one of its rows; the others may be under way still.
+        # A list fails for one of its rows; the others may be under way still.
+        await self._late(batch, rows, attempt, RowFailure("engine_aborted", str(error)))
+
+    async def _timed_out(
+        self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, seconds: float
+    ) -> None:
+        reason = f"the engine gave no answer within {seconds:g} s, with this row alone in its request"
+        await self._late(batch, rows, attempt, RowFailure("timed_out", reason))
+
+    async def _late(
+        self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int, failure: RowFailure
+    ) -> None:
+        """Aborts the rows of a request that have not arrived, and no other; those that have are done."""
+        late = [row for row in batch if not self.ledger.complete(row)]
+        logger.warning("%s: %s: %d of %d rows are late", self.rid.session, failure.code, len(late), len(batch))
+        for row in late:
             await self.client.abort(self._rid(row, attempt))
         self.in_flight.difference_update(batch)
-        await self._once_more({row: RowFailure("engine_aborted", str(error)) for row in left}, rows, attempt)
+        await self._once_more(dict.fromkeys(late, failure), rows, attempt)
 
     async def _once_more(self, why: dict[int, RowFailure], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
         """Sends the rows that did not come through again, each in a request of its own, or gives them up."""

@@ -12,10 +12,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks.h200 import hugging_face, in_process, naive, shapes, specforge
@@ -34,8 +36,8 @@ TOKENS = {"llama-8b": 1 << 20, "llama-1b": 1 << 21, "moe-30b-a3b": 1 << 20}
 """Tokens of one repetition: ten to fifty seconds of plain prefill, ten shards and more."""
 FEW_TOKENS = 1 << 17
 """Tokens for the ways that are ten times slower."""
-MIXES = ["256", "2048", "16384", "sharegpt"]
-"""Measured unless others are asked for: rows of that many tokens, or of many lengths."""
+MIXES = [mix for mix in shapes.MIXES if mix != "131072"]
+"""Measured unless others are asked for."""
 WAYS = ["extract", "in-forward", "hugging-face", "in-process", "specforge"]
 """Layertap and plain prefill; other ways in the engine's forward; ways without this engine, or without its server."""
 WINDOW_S = 30.0
@@ -151,13 +153,13 @@ async def measure_in_forward(shape: str, work: Path, extra: list[str], out: Resu
     shutil.rmtree(saved)
 
 
-def measure_hugging_face(shape: str, work: Path, out: Results) -> None:
-    """`output_hidden_states` of the same shape, four rows of 2,048 tokens at a time, saved by safetensors."""
-    file = work / "hf"
-    found = _module(hugging_face.__name__, str(shapes.write(shape, work / shape)), str(file), "8")
-    file.unlink(missing_ok=True)
+def measure_saving(module: ModuleType, way: str, shape: str, work: Path, out: Results, packages: str = "") -> None:
+    """Batches of four rows of 2,048 tokens, by a module that saves the same boundaries as Layertap."""
+    model = str(shapes.write(shape, work / shape))
+    with tempfile.TemporaryDirectory(dir=work) as saved:
+        found = _module(module.__name__, model, f"{saved}/states", "8", packages=packages)
     if found is not None:
-        out.add(shape, "2048", "Hugging Face output_hidden_states", found["tokens"], [found["seconds"]], found["bytes"])
+        out.add(shape, "2048", way, found["tokens"], [found["seconds"]], found["bytes"])
 
 
 def measure_in_process(shape: str, work: Path, extra: list[str], out: Results) -> None:
@@ -167,16 +169,6 @@ def measure_in_process(shape: str, work: Path, extra: list[str], out: Results) -
     for mix, seconds in (found or {}).items():
         tokens = sum(shapes.lengths(mix, TOKENS[shape]))
         out.add(shape, mix, "sglang.Engine in process, no states", tokens, [seconds])
-
-
-def measure_specforge(shape: str, work: Path, packages: str, out: Results) -> None:
-    """SpecForge's own offline generator, over the SGLang that it pins; `packages` is where both are."""
-    saved = work / "specforge"
-    model = str(shapes.write(shape, work / shape))
-    found = _module(specforge.__name__, model, str(saved), "8", packages=packages)
-    shutil.rmtree(saved, ignore_errors=True)
-    if found is not None:
-        out.add(shape, "2048", "SpecForge prepare_hidden_states", found["tokens"], [found["seconds"]], found["bytes"])
 
 
 def _module(name: str, *arguments: str, packages: str = "") -> dict[str, Any] | None:
@@ -227,7 +219,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", action="append", choices=sorted(shapes.SHAPES))
-    parser.add_argument("--mix", action="append", choices=[*MIXES, "131072"])
+    parser.add_argument("--mix", action="append", choices=shapes.MIXES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--endure", type=float, default=0, help="seconds of the first shape's long run")
     parser.add_argument("--engine-arg", action="append", default=[])
@@ -253,11 +245,11 @@ def main() -> None:
         if "in-forward" in ways:
             asyncio.run(measure_in_forward(shape, work, extra, out))
         if "hugging-face" in ways:
-            measure_hugging_face(shape, work, out)
+            measure_saving(hugging_face, "Hugging Face output_hidden_states", shape, work, out)
         if "in-process" in ways:
             measure_in_process(shape, work, extra, out)
         if "specforge" in ways and arguments.specforge:
-            measure_specforge(shape, work, arguments.specforge, out)
+            measure_saving(specforge, "SpecForge prepare_hidden_states", shape, work, out, arguments.specforge)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.h200 import shapes
 from benchmarks.report import DOCS, PAGE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PLOT = DOCS / "benchmarks-h200.svg"
 BEGIN, END = "<!-- h200: begin -->", "<!-- h200: end -->"
 SHAPES = {"llama-8b": "Llama 8B", "llama-1b": "Llama 1B", "moe-30b-a3b": "Qwen3-MoE 30B-A3B"}
-MIXES = ["256", "2048", "16384", "131072", "sharegpt"]
 _KEPT_UP = 0.95
 _DISK_BOUND = 0.8
 
@@ -59,7 +59,7 @@ def lines() -> list[str]:
         made += [f"### {title}", "", "| rows | way | tokens/s | steady | of plain | MB/s | limit | run |"]
         made += ["|---|---|---|---|---|---|---|---|"]
         of_shape = [each for each in found if each[0]["shape"] == shape]
-        made += [_line(*each) for each in sorted(of_shape, key=lambda each: MIXES.index(each[0]["rows"]))] + [""]
+        made += [_line(*each) for each in sorted(of_shape, key=lambda each: shapes.MIXES.index(each[0]["rows"]))] + [""]
     made += ["### Runs", ""]
     for name, run in kept:
         machine = run["machine"]

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 
 VOCAB = 32000
+MIXES = ["256", "2048", "16384", "131072", "sharegpt"]
+"""Rows of that many tokens, or of many lengths."""
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_act": "silu",
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 262144, "torch_dtype": "bfloat16",

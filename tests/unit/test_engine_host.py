@@ -33,26 +33,45 @@ def _facts(name: str) -> ModelFacts:
     )
 
 
-def _host(tmp_path: Path, reports: list[IncidentReport]) -> EngineHost:
+@pytest.fixture
+def reports() -> list[IncidentReport]:
+    """The incidents that the host reports."""
+    return []
+
+
+@pytest.fixture
+def host(tmp_path: Path, reports: list[IncidentReport]) -> EngineHost:
+    """A host whose engine serves `old` and cannot be ended."""
+
     async def report(incident: IncidentReport) -> None:
         reports.append(incident)
 
-    host = EngineHost(Settings(run_dir=tmp_path), "cpu", 1024, "wrk_1", report, list)
+    made = EngineHost(Settings(run_dir=tmp_path), "cpu", 1024, "wrk_1", report, list)
     spec = EngineSpec("/models", "BF16", "cpu", "0.5.23", installer=None)
     engine = Stubborn(spec, tmp_path, prefill_timeout=1)
     guard = Guard(engine, Limits(), lambda: 0, lambda: None)
-    host._serving = _Serving(engine, guard, Gauge(engine, guard, host.budget), _facts("old"), None)
-    host._last = "old"
-    return host
+    made._serving = _Serving(engine, guard, Gauge(engine, guard, made.budget), _facts("old"), None)
+    made._last = "old"
+    return made
+
+
+@pytest.fixture
+def full_run_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more can be written where the engine keeps its files."""
+
+    def full(engine: Engine, applied: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Engine, "_spawn", full)
 
 
 async def _fail() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_an_engine_that_would_not_end_is_an_incident_and_no_other_is_started(tmp_path: Path) -> None:
-    reports: list[IncidentReport] = []
-    host = _host(tmp_path, reports)
+def test_an_engine_that_would_not_end_is_an_incident_and_no_other_is_started(
+    host: EngineHost, reports: list[IncidentReport], tmp_path: Path
+) -> None:
     with pytest.raises(EngineUnavailableError, match="survived SIGKILL"):
         asyncio.run(host.ensure(_facts("new")))
     (incident,) = reports
@@ -63,16 +82,14 @@ def test_an_engine_that_would_not_end_is_an_incident_and_no_other_is_started(tmp
     assert list((tmp_path / "incidents").glob("*.json"))
 
 
-def test_a_worker_that_stops_says_so_too(tmp_path: Path) -> None:
-    reports: list[IncidentReport] = []
+def test_a_worker_that_stops_says_so_too(host: EngineHost, reports: list[IncidentReport]) -> None:
     with pytest.raises(EngineStopError):
-        asyncio.run(_host(tmp_path, reports).stop())
+        asyncio.run(host.stop())
     assert [incident.kind for incident in reports] == [IncidentKind.NOT_CLEANED_UP]
 
 
-def test_a_lane_that_is_cancelled_while_a_sick_engine_is_ended_ends_and_the_ending_goes_on(tmp_path: Path) -> None:
+def test_a_lane_that_is_cancelled_while_a_sick_engine_is_ended_ends_and_the_ending_goes_on(host: EngineHost) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
         host._serving = None
         ended = asyncio.Event()
 
@@ -93,10 +110,9 @@ def test_a_lane_that_is_cancelled_while_a_sick_engine_is_ended_ends_and_the_endi
 
 
 def test_no_engine_starts_while_one_is_being_ended_for_a_lane_that_was_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
         seen: list[str] = []
 
         async def slow(engine: Engine) -> None:
@@ -119,9 +135,8 @@ def test_no_engine_starts_while_one_is_being_ended_for_a_lane_that_was_cancelled
     asyncio.run(scenario())
 
 
-def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) -> None:
+def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(host: EngineHost) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
         host._watch = asyncio.create_task(_fail())
         for _ in range(2):
             with pytest.raises(EngineUnavailableError, match=r"survived SIGKILL|tried again in"):
@@ -130,9 +145,8 @@ def test_a_watch_that_failed_is_in_the_way_of_no_later_engine(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_a_watch_that_failed_keeps_no_engine_from_being_ended(tmp_path: Path) -> None:
+def test_a_watch_that_failed_keeps_no_engine_from_being_ended(host: EngineHost) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
         host._watch = asyncio.create_task(_fail())
         await asyncio.sleep(0)
         with pytest.raises(EngineStopError):
@@ -141,16 +155,17 @@ def test_a_watch_that_failed_keeps_no_engine_from_being_ended(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def _serves(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets the host serve `old`, and bring up whatever it is asked to; what it brought up."""
-    brought_up: list[str] = []
+@pytest.fixture
+def brought_up(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host brings up: whatever it is asked to, and its engines can be ended."""
+    names: list[str] = []
 
     async def end(engine: Engine) -> None:
         """There is nothing to end."""
 
     async def bring_up(facts: ModelFacts) -> None:
         assert host._serving is None
-        brought_up.append(facts.name)
+        names.append(facts.name)
         host._serving = replace(serving, facts=facts)
 
     serving = host._serving
@@ -158,15 +173,13 @@ def _serves(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Stubborn, "stop", end)
     monkeypatch.setattr(Stubborn, "alive", True)
     monkeypatch.setattr(host, "_bring_up", bring_up)
-    return brought_up
+    return names
 
 
 def test_an_engine_that_is_kept_for_a_shard_is_not_given_to_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, brought_up: list[str]
 ) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
-        brought_up = _serves(host, monkeypatch)
         async with host.kept("old"):
             other = asyncio.create_task(host.ensure(_facts("new")))
             await asyncio.sleep(0.05)
@@ -182,11 +195,9 @@ def test_an_engine_that_is_kept_for_a_shard_is_not_given_to_another_model(
 
 
 def test_two_shards_of_different_models_take_turns_where_neither_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, brought_up: list[str]
 ) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
-        brought_up = _serves(host, monkeypatch)
 
         async def shard(name: str) -> None:
             async with host.kept(name):
@@ -202,11 +213,9 @@ def test_two_shards_of_different_models_take_turns_where_neither_is_served(
 
 
 def test_a_model_whose_engine_died_makes_no_room_for_another_while_a_shard_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, brought_up: list[str]
 ) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
-        brought_up = _serves(host, monkeypatch)
         async with host.kept("old"):
             other = asyncio.create_task(host.ensure(_facts("new")))
             for _ in range(3):
@@ -221,10 +230,10 @@ def test_a_model_whose_engine_died_makes_no_room_for_another_while_a_shard_needs
     asyncio.run(scenario())
 
 
-def test_leaving_an_engine_waits_for_no_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_an_engine_waits_for_no_launch(
+    host: EngineHost, brought_up: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
-        _serves(host, monkeypatch)
         launching = asyncio.Event()
 
         async def never(facts: ModelFacts) -> None:
@@ -241,7 +250,7 @@ def test_leaving_an_engine_waits_for_no_launch(tmp_path: Path, monkeypatch: pyte
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-def test_no_engine_is_started_beside_what_is_left_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_is_started_beside_what_is_left_of_another(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     def survives(directory: Path) -> int:
         raise EngineStopError(f"processes [7] of the engine in {directory} survived SIGKILL for 10 s")
 
@@ -249,7 +258,6 @@ def test_no_engine_is_started_beside_what_is_left_of_another(tmp_path: Path, mon
         raise AssertionError("an engine was started")
 
     async def scenario() -> None:
-        host = _host(tmp_path, [])
         host._serving = None
         monkeypatch.setattr("worker.engine.host.end_marked", survives)
         monkeypatch.setattr(host, "_launch", launch)
@@ -260,16 +268,10 @@ def test_no_engine_is_started_beside_what_is_left_of_another(tmp_path: Path, mon
 
 
 def test_a_run_directory_that_takes_nothing_is_an_incident_and_not_the_end_of_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, reports: list[IncidentReport], full_run_dir: None
 ) -> None:
-    def full(engine: Engine, applied: object) -> None:
-        raise OSError(28, "No space left on device")
-
     async def scenario() -> None:
-        reports: list[IncidentReport] = []
-        host = _host(tmp_path, reports)
         host._serving = None
-        monkeypatch.setattr(Engine, "_spawn", full)
         with pytest.raises(EngineUnavailableError, match="No space left on device"):
             await host.ensure(_facts("new"))
         (incident,) = reports
@@ -279,10 +281,9 @@ def test_a_run_directory_that_takes_nothing_is_an_incident_and_not_the_end_of_th
 
 
 def test_a_worker_that_stops_waits_for_an_engine_that_is_being_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        host = _host(tmp_path, [])
         ended = asyncio.Event()
 
         async def slow(engine: Engine) -> None:
@@ -302,7 +303,7 @@ def test_a_worker_that_stops_waits_for_an_engine_that_is_being_ended(
 
 
 def test_the_first_failure_is_reported_where_no_second_start_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: EngineHost, reports: list[IncidentReport], full_run_dir: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept = 0
 
@@ -313,15 +314,9 @@ def test_the_first_failure_is_reported_where_no_second_start_can_be_made(
             raise OSError(5, "Input/output error")
         return 0
 
-    def full(engine: Engine, applied: object) -> None:
-        raise OSError(28, "No space left on device")
-
     async def scenario() -> None:
-        reports: list[IncidentReport] = []
-        host = _host(tmp_path, reports)
         host._serving = None
         monkeypatch.setattr("worker.engine.host.end_marked", sweep)
-        monkeypatch.setattr(Engine, "_spawn", full)
         with pytest.raises(EngineUnavailableError, match="could not be looked for"):
             await host.ensure(_facts("new"))
         (incident,) = reports
@@ -332,7 +327,7 @@ def test_the_first_failure_is_reported_where_no_second_start_can_be_made(
 
 
 def test_a_driver_that_says_nothing_after_the_end_leaves_the_memory_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         engine = Stubborn(EngineSpec("/models", "BF16", "cpu", "0.5.23", installer=None), tmp_path, prefill_timeout=1)

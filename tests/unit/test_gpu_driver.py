@@ -1,6 +1,5 @@
 """A driver that fails says nothing, and raises nothing. The driver is a stand-in: a real one fails when it likes."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
@@ -12,7 +11,7 @@ NAMES = ["GPU-aa", "GPU-ab"]
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def driver(nvidia_driver: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two GPUs, which hold 1 and 2 bytes and are busy for 10 and 20 per cent."""
     found = {
         "nvmlInit": lambda: None,
@@ -25,8 +24,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     }
     for name, function in found.items():
         monkeypatch.setattr(pynvml, name, function)
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl" or exists(path))
     return monkeypatch
 
 

@@ -70,13 +70,6 @@ def test_a_check_that_gets_no_answer_from_a_server_that_lives_has_failed(
     assert outcome(engine, dies=False) is IncidentKind.FAILED_CHECK
 
 
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    opened = threading.Event()
-    yield opened
-    opened.set()
-
-
 def test_a_driver_that_hangs_hides_no_death(
     engine: Engine, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

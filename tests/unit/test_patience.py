@@ -5,19 +5,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from worker.patience import Newest, within
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Lets go at the end of what hangs on it."""
-    opened = threading.Event()
-    yield opened
-    opened.set()
 
 
 def test_a_call_that_comes_back_gives_what_it_returns_or_raises() -> None:

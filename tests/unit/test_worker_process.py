@@ -15,16 +15,9 @@ from worker.settings import Settings
 from worker.worker import Worker
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has an NVIDIA driver."""
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl" or exists(path))
-
-
 @pytest.mark.parametrize(("visible", "device"), [(None, "cuda"), ("0", "cuda"), ("", "cpu"), ("-1", "cpu")])
 def test_a_worker_that_is_shown_no_gpu_runs_on_the_cpu(
-    driver: None, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str
+    nvidia_driver: None, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -34,7 +27,7 @@ def test_a_worker_that_is_shown_no_gpu_runs_on_the_cpu(
 
 @pytest.mark.parametrize(("visible", "ranks"), [("", 1), ("0", 2), ("0,1,-1,2", 3)])
 def test_a_worker_that_is_shown_too_few_gpus_says_so(
-    driver: None, monkeypatch: pytest.MonkeyPatch, visible: str, ranks: int
+    nvidia_driver: None, monkeypatch: pytest.MonkeyPatch, visible: str, ranks: int
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 
 @dataclass(frozen=True)
 class GpuUse:
@@ -20,17 +22,8 @@ def gpu_use(names: Sequence[str]) -> GpuUse | None:
 
     Names are numbers, in the driver's order, or beginnings of UUIDs, as CUDA_VISIBLE_DEVICES takes them.
     """
-    import pynvml
-
     with _driver() as count:
-        try:
-            handles = [handle for name in names if (handle := _find(name, count)) is not None]
-            used = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
-        except pynvml.NVMLError:
-            return None
-        if not handles:
-            return None
-        return GpuUse(sum(used), max((busy for handle in handles if (busy := _busy(handle)) is not None), default=None))
+        return _use(names, count)
 
 
 def gpu_bytes_used(names: Sequence[str]) -> int | None:
@@ -42,7 +35,7 @@ def gpu_bytes_used(names: Sequence[str]) -> int | None:
 def gpu_lines() -> list[str]:
     """One line for each GPU of the machine: memory in use and utilisation."""
     with _driver() as count:
-        uses = [(i, gpu_use([str(i)])) for i in range(count)]
+        uses = [(i, _use([str(i)], count)) for i in range(count)]
     return [
         f"GPU {i}: {use.bytes_used >> 20} MiB in use, " + ("load unknown" if use.busy is None else f"{use.busy} % busy")
         for i, use in uses
@@ -53,8 +46,6 @@ def gpu_lines() -> list[str]:
 @contextmanager
 def _driver() -> Iterator[int]:
     """The driver's library for the time of the block, and how many GPUs it has; none where it can't be asked."""
-    import pynvml
-
     if not Path("/dev/nvidiactl").exists():
         yield 0
         return
@@ -71,17 +62,24 @@ def _driver() -> Iterator[int]:
 
 
 def _count() -> int:
-    import pynvml
-
     try:
         return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
         return 0
 
 
-def _find(name: str, count: int) -> Any | None:
-    import pynvml
+def _use(names: Sequence[str], count: int) -> GpuUse | None:
+    try:
+        handles = [handle for name in names if (handle := _find(name, count)) is not None]
+        used = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+    except pynvml.NVMLError:
+        return None
+    if not handles:
+        return None
+    return GpuUse(sum(used), max((busy for handle in handles if (busy := _busy(handle)) is not None), default=None))
 
+
+def _find(name: str, count: int) -> Any | None:
     if name.isdecimal():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if int(name) < count else None
     if name.startswith("MIG-"):
@@ -92,8 +90,6 @@ def _find(name: str, count: int) -> Any | None:
 
 def _busy(handle: Any) -> int | None:
     """Per cent; a part of a split GPU (MIG) does not say."""
-    import pynvml
-
     try:
         return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError:

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +50,7 @@ class Guard:
         self._in_flight = in_flight
         self._oldest = oldest
         self._trace = Trace(Phase.LAUNCHING, time.monotonic())
-        self._looks = Newest(self._look, Observation(server_alive=True, group=0), _LOOK_S)
+        self._looks = Newest(self._look, (0, 0, True), _LOOK_S)
         # Apart from the rest: a driver that hangs, or somebody else's process that can't be read, says nothing of the
         # engine.
         self._gpu = Newest(self._look_at_gpus, None, _LOOK_S)
@@ -116,17 +115,19 @@ class Guard:
 
     async def _observe(self) -> Observation:
         engine = self.engine
-        looked, seen, gpu = await asyncio.gather(self._looks.find(), self._processes.find(), self._gpu.find())
-        resident = sum(process.rss_bytes for process in seen)
-        return replace(
-            looked,
-            group=len(seen),
-            cpu_seconds=sum(process.cpu_seconds for process in seen),
-            read_bytes=sum(process.read_bytes for process in seen),
+        looks = asyncio.gather(self._looks.find(), self._processes.find(), self._gpu.find())
+        (log_bytes, tokens_captured, answers), seen, gpu = await looks
+        return Observation(
             # Before it is spawned it has not died.
             server_alive=engine.pid is None or engine.alive,
-            memory_bytes=resident + (0 if gpu is None else gpu.bytes_used),
+            group=len(seen),
+            log_bytes=log_bytes,
+            cpu_seconds=sum(process.cpu_seconds for process in seen),
+            read_bytes=sum(process.read_bytes for process in seen),
+            memory_bytes=sum(process.rss_bytes for process in seen) + (0 if gpu is None else gpu.bytes_used),
+            tokens_captured=tokens_captured,
             in_flight=self._in_flight(),
+            port_open=answers,
             gpu_busy=None if gpu is None else gpu.busy,
             oldest_request_s=self._oldest(),
         )
@@ -137,17 +138,12 @@ class Guard:
     def _look_at_gpus(self) -> GpuUse | None:
         return gpu_use(self.engine.gpus)
 
-    def _look(self) -> Observation:
+    def _look(self) -> tuple[int, int, bool]:
+        """Bytes of its log, tokens captured, whether its port takes a connection."""
         engine = self.engine
         with suppress(OSError):
             engine.rotate_log()
-        return Observation(
-            server_alive=True,
-            group=0,
-            log_bytes=engine.log_bytes(),
-            tokens_captured=_captured(engine),
-            port_open=engine.pid is not None and port_open(engine.client.port),
-        )
+        return engine.log_bytes(), _captured(engine), engine.pid is not None and port_open(engine.client.port)
 
 
 async def _or_nothing(call: Awaitable[T], nothing: T) -> T:
