@@ -8,13 +8,14 @@ writes rows of `shape`, `rows`, `way`, `tokens_per_s`. Plain prefill and extract
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from typing import Any
 
 from benchmarks.h200 import hugging_face, in_process, naive, shapes, specforge
 from benchmarks.h200.local import Extracted, extract, plain
-from benchmarks.h200.memory import watched
+from benchmarks.h200.memory import Look, watched
 from benchmarks.h200.results import Results
 from worker.engine.engine import Engine
 from worker.engine.spec import EngineSpec, command
@@ -40,7 +41,10 @@ MIXES = [mix for mix in shapes.MIXES if mix != "131072"]
 """Measured unless others are asked for."""
 WAYS = ["extract", "in-forward", "hugging-face", "in-process", "specforge"]
 """Layertap and plain prefill; other ways in the engine's forward; ways without this engine, or without its server."""
+LONG_ROWS_TOKENS = 1 << 19
+"""Tokens of rows of 131,072, whose attention alone takes ten times as long as the rest of a 1B Llama."""
 WINDOW_S = 30.0
+LOOK_S = 5.0
 
 
 def engine_spec(shape: str, work: Path, extra: list[str]) -> EngineSpec:
@@ -66,9 +70,16 @@ async def serving(shape: str, work: Path, extra: list[str]) -> AsyncIterator[Eng
 
 
 async def measure_shape(
-    shape: str, mixes: list[str], repeats: int, work: Path, extra: list[str], out: Results, endure: float
+    shape: str,
+    mixes: list[str],
+    repeats: int,
+    at_least: float,
+    work: Path,
+    extra: list[str],
+    out: Results,
+    endure: float,
 ) -> None:
-    """Plain prefill against extraction of three boundaries and of all, on one engine."""
+    """Plain prefill against extraction of three boundaries, of `at_least` seconds each, and of all, on one engine."""
     async with serving(shape, work, extra) as engine:
         depth = engine.reports[0].num_layers
         three, every = [2, depth // 2, depth - 3], list(range(depth + 1))
@@ -76,18 +87,17 @@ async def measure_shape(
         await plain(engine, warm, CHUNK)
         await once(engine, warm, three, work)
         for mix in mixes:
-            rows = shapes.rows(shapes.lengths(mix, TOKENS[shape]))
+            rows = shapes.rows(shapes.lengths(mix, LONG_ROWS_TOKENS if mix == "131072" else TOKENS[shape]))
             tokens = sum(map(len, rows))
-            plains, threes, done = [], [], Extracted()
+            plains, threes = [], []
             for _ in range(repeats):
                 plains.append(await plain(engine, rows, CHUNK))
-                done = await once(engine, rows, three, work)
-                threes.append(done.seconds)
+                threes.append(await once(engine, rows, three, work, times=rounds(at_least, plains[0])))
             out.add(shape, mix, "plain prefill", tokens, plains)
-            out.extracted(shape, mix, "extract 3 + final", done, threes)
+            out.extracted(shape, mix, "extract 3 + final", threes)
             if mix == "2048":
                 done = await once(engine, rows[: FEW_TOKENS * 2 // 2048], every, work)
-                out.extracted(shape, mix, f"extract all {depth + 1} + final", done)
+                out.extracted(shape, mix, f"extract all {depth + 1} + final", [done])
         if endure:
             await measure_endurance(engine, shape, three, work, endure, out)
 
@@ -99,27 +109,42 @@ async def measure_endurance(
     rows = shapes.rows(shapes.lengths("2048", TOKENS[shape]))
     tokens = sum(map(len, rows))
     plains = [await plain(engine, rows, CHUNK)]
-    async with watched(engine, 5.0, lambda looks: out.endured(shape=shape, looks=looks)) as looks:
-        done = await once(engine, rows, layers, work, seconds)
+    done = await once(
+        engine, rows, layers, work, rounds(seconds, plains[0]), lambda looks: out.endured(shape=shape, looks=looks)
+    )
     plains.append(await plain(engine, rows, CHUNK))
     out.add(shape, "2048", "plain prefill, before and after", tokens, plains)
-    out.extracted(shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", done)
+    out.extracted(shape, "2048", f"extract 3 + final, {done.seconds:.0f} s", [done])
     windows = [0] * (int(done.seconds / WINDOW_S) + 1)
     for when, written in done.commits:
         windows[int(when / WINDOW_S)] += written
     out.endured(
         shape=shape, seconds=round(done.seconds, 1), tokens=done.tokens, nbytes=done.nbytes, shards=len(done.commits),
         tokens_per_s_by_window=[round(window / WINDOW_S) for window in windows[:-1]], window_s=WINDOW_S,
-        looks=looks, looks_are=["s", "GPU MiB", "resident MiB", "GPU % busy"],
+        looks=done.looks, looks_are=["s", "GPU MiB", "resident MiB", "GPU % busy"],
     )  # fmt: skip
 
 
-async def once(engine: Engine, rows: list[Any], layers: list[int], work: Path, at_least: float = 0.0) -> Extracted:
-    """One extraction into an empty storage, which is emptied again."""
+def rounds(seconds: float, one: float) -> int:
+    """How often to go over the same rows, where once takes `one` second(s), to go on for that many seconds."""
+    return max(1, math.ceil(seconds / one))
+
+
+async def once(
+    engine: Engine, rows: list[Any], layers: list[int], work: Path, times: int = 1,
+    keep: Callable[[list[Look]], None] = lambda looks: None,
+) -> Extracted:  # fmt: skip
+    """One extraction, `times` over the same rows, into an empty storage that is emptied again; its memory is watched.
+
+    `keep` is given what was seen of the memory so far, again and again.
+    """
     storage = work / "storage"
     os.makedirs(storage)
     try:
-        return await extract(engine, rows, CHUNK, layers, storage, at_least)
+        async with watched(engine, LOOK_S, keep) as looks:
+            done = await extract(engine, rows, CHUNK, layers, storage, times)
+        done.looks = looks
+        return done
     finally:
         shutil.rmtree(storage)
 
@@ -221,6 +246,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(shapes.SHAPES))
     parser.add_argument("--mix", action="append", choices=shapes.MIXES)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--at-least", type=float, default=0, help="seconds that an extraction goes on over its rows")
     parser.add_argument("--endure", type=float, default=0, help="seconds of the first shape's long run")
     parser.add_argument("--engine-arg", action="append", default=[])
     parser.add_argument("--way", action="append", choices=WAYS, help="what to measure; all of it unless said")
@@ -241,7 +267,7 @@ def main() -> None:
     for index, shape in enumerate(arguments.shape or list(shapes.SHAPES)):
         endure = arguments.endure if index == 0 else 0.0
         if "extract" in ways:
-            asyncio.run(measure_shape(shape, mixes, arguments.repeats, work, extra, out, endure))
+            asyncio.run(measure_shape(shape, mixes, arguments.repeats, arguments.at_least, work, extra, out, endure))
         if "in-forward" in ways:
             asyncio.run(measure_in_forward(shape, work, extra, out))
         if "hugging-face" in ways:

@@ -6,7 +6,7 @@ A shard is deleted once it is committed, as by a consumer that is through with i
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from benchmarks.h200.memory import Look
 from benchmarks.h200.shapes import VOCAB
 from layertap.layout import token_bytes
 from layertap.schemas.jobs import Final
@@ -41,12 +42,16 @@ def in_flight(chunk: int) -> InFlight:
 
 @dataclass
 class Extracted:
-    """How long an extraction took, in seconds, and what it wrote; `commits` are (seconds since its start, tokens)."""
+    """How long an extraction took, in seconds, and what it wrote; `commits` are (seconds since its start, tokens).
+
+    `looks` is what was held meanwhile.
+    """
 
     seconds: float = 0.0
     tokens: int = 0
     nbytes: int = 0
     commits: list[tuple[float, int]] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
 
     @property
     def steady(self) -> float | None:
@@ -112,9 +117,9 @@ async def plain(engine: Engine, rows: list[np.ndarray], chunk: int, extra: dict[
 
 
 async def extract(
-    engine: Engine, rows: list[np.ndarray], chunk: int, layers: list[int], storage: Path, at_least: float = 0.0
+    engine: Engine, rows: list[np.ndarray], chunk: int, layers: list[int], storage: Path, times: int = 1
 ) -> Extracted:
-    """Extracts the rows into sealed shards (fsync and sha256 included), again and again for `at_least` seconds."""
+    """Extracts the rows into sealed shards (fsync and sha256 included), `times` over."""
     with TokenRowsWriter(storage / "tokens") as writer:
         for index, row in enumerate(rows):
             writer.add(index, row, np.ones(len(row), np.uint8))
@@ -127,7 +132,7 @@ async def extract(
         cast(Any, service), cast(Any, keeper), cast(Any, host), _facts(engine), storage, 1.0, asyncio.Lock()
     )
     shards = list(_shards(rows, per_token))
-    leases = _leases(shards, layers, service.began + at_least)
+    leases = (_lease(spec, layers, f"task_{again}x{spec[0]}") for again in range(times) for spec in shards)
 
     async def lane() -> None:
         for lease in leases:
@@ -137,8 +142,8 @@ async def extract(
         for _ in range(shard_lanes(0, "cuda")):
             group.create_task(lane())
     service.done.seconds = time.monotonic() - service.began
-    if service.done.tokens % sum(map(len, rows)):
-        raise RuntimeError(f"{service.done.tokens} tokens were written, no multiple of the rows'")
+    if service.done.tokens != times * sum(map(len, rows)):
+        raise RuntimeError(f"{service.done.tokens} tokens were written, not {times} times those of the rows")
     return service.done
 
 
@@ -158,15 +163,6 @@ def _shards(rows: list[np.ndarray], per_token: int) -> Iterator[tuple[int, int, 
         if tokens * per_token >= SHARD_BYTES or index == len(rows) - 1:
             yield first, index + 1 - first, tokens, tokens * per_token
             first, tokens = index + 1, 0
-
-
-def _leases(shards: Iterable[tuple[int, int, int, int]], layers: list[int], until: float) -> Iterator[Lease]:
-    """A lease on each shard, over and over while it is before `until` on the monotonic clock."""
-    again = 0
-    while again == 0 or time.monotonic() < until:
-        for spec in shards:
-            yield _lease(spec, layers, f"task_{again}x{spec[0]}")
-        again += 1
 
 
 def _lease(spec: tuple[int, int, int, int], layers: list[int], task: str) -> Lease:

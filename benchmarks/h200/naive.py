@@ -37,6 +37,9 @@ def register() -> None:
 def _attach(result: object, runner: Any, *args: object, **kwargs: object) -> None:
     import torch
 
+    from worker.capture.residual import stream_at_entry
+    from worker.capture.stack import arguments
+
     folder = Path(os.environ[FOLDER_VARIABLE])
     inner = runner.model.model
     depth = len(inner.layers)
@@ -48,11 +51,10 @@ def _attach(result: object, runner: Any, *args: object, **kwargs: object) -> Non
         nonlocal on
         on = switch(folder).exists()
 
-    def at_entry(k: int) -> Any:
-        def hook(module: Any, inputs: Any) -> None:
+    def at_entry(k: int, read: Any) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
             if on:
-                hidden, residual = inputs[1], inputs[3]
-                states[k] = hidden if residual is None else hidden + residual
+                states[k] = stream_at_entry(read(args, kwargs))
 
         return hook
 
@@ -65,5 +67,6 @@ def _attach(result: object, runner: Any, *args: object, **kwargs: object) -> Non
 
     inner.register_forward_pre_hook(at_start)
     for k in (2, depth // 2, depth - 3):
-        inner.layers[k].register_forward_pre_hook(at_entry(k))
+        read = arguments(inner.layers[k], {"hidden_states", "forward_batch"})
+        inner.layers[k].register_forward_pre_hook(at_entry(k, read), with_kwargs=True)
     inner.register_forward_hook(at_end)
