@@ -67,6 +67,7 @@ def lines() -> list[str]:
             f"- **{name}**: {machine['gpu']}, {machine['engine']}, chunks of {machine['chunk']:,} tokens; `dd` wrote "
             f"{machine['dd_mb_per_s']:,} MB/s there. {run['note']}"
         )
+        made += _held([row for row in run["results"] if "gpu_mib" in row])
         if "endurance" in run:
             made += _endured(run["endurance"])
     return [*made, ""]
@@ -80,6 +81,20 @@ def _line(row: Row, name: str, run: dict[str, Any]) -> str:
         limit(row, run), name,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _held(extractions: list[Row]) -> list[str]:
+    """The memory while a run extracted, as a point below it; nothing for a run that did not look."""
+    if not extractions:
+        return []
+    gpu, resident = (
+        [row[name][when] for row in extractions for when in ("first", "most", "last")]
+        for name in ("gpu_mib", "resident_mib")
+    )
+    return [
+        f"  - Memory while it extracted: {min(gpu):,} to {max(gpu):,} MiB of the GPU, {min(resident):,} to "
+        f"{max(resident):,} MiB resident in engine and worker."
+    ]
 
 
 def _endured(found: dict[str, Any]) -> list[str]:
