@@ -69,6 +69,11 @@ def test_versions_compare_by_their_numbers(version: str, numbers: tuple[int, ...
         ["--tp-size=2"],
         ["--tensor-parallel-size", "2"],
         ["--tp", "2"],
+        ["--model-path=/other"],
+        ["--host=0.0.0.0"],
+        ["--port", "30000"],
+        ["--api-key=known"],
+        ["--max-queued-requests=8"],
         ["--enable-dp-attention"],
         ["--pp-size=2"],
         ["--pp-size", "2"],
@@ -76,7 +81,9 @@ def test_versions_compare_by_their_numbers(version: str, numbers: tuple[int, ...
         ["--dp-size=4"],
     ],
 )
-def test_an_engine_that_scatters_its_rows_is_refused_with_the_remedy(arguments: list[str]) -> None:
+def test_an_argument_that_the_worker_sets_or_cannot_capture_under_is_refused_with_the_remedy(
+    arguments: list[str],
+) -> None:
     why = refusal(["--mem-fraction-static=0.3", *arguments])
     assert why is not None
     assert why.startswith("--engine-arg=--")

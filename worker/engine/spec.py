@@ -68,6 +68,19 @@ _LONG_NAMES = {
 }
 
 
+_WORKERS_OWN = {
+    "tp_size": ", and set --tensor-parallel",
+    "tp": ", and set --tensor-parallel",
+    "model_path": ": the model is the job's, see --model",
+    "model": ": the model is the job's, see --model",
+    "host": ": the worker starts the engine on this machine alone",
+    "port": ": the worker picks a free one",
+    "api_key": ": the worker makes one",
+    "max_queued_requests": ", and bound what is sent by --max-inflight-tokens",
+}
+"""Server arguments that the worker cannot do without choosing itself, and what to do instead."""
+
+
 def asked(extra_args: Iterable[str]) -> dict[str, str | Literal[True]]:
     """The server arguments by name, `tp_size` for `--tp-size`; True for a switch. The last of two equal ones wins."""
     words = [word for argument in extra_args for word in argument.split("=", 1)]
@@ -82,8 +95,9 @@ def asked(extra_args: Iterable[str]) -> dict[str, str | Literal[True]]:
 def refusal(extra_args: Iterable[str]) -> str | None:
     """Why an engine with these arguments cannot be captured, or None where nothing speaks against it."""
     arguments = asked(extra_args)
-    if any(name in arguments for name in ("tp_size", "tp")):
-        return "--engine-arg=--tp-size: leave it out, and set --tensor-parallel"
+    for name, remedy in _WORKERS_OWN.items():
+        if name in arguments:
+            return f"--engine-arg=--{name.replace('_', '-')}: leave it out{remedy}"
     why = scattered.refusal(arguments)
     return None if why is None else f"--engine-arg={why}"
 
