@@ -9,7 +9,8 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -55,7 +56,11 @@ class RowFailure:
 
 @dataclass
 class Prefill:
-    """One shard's way through the engine. `rid` names row 0, attempt 0; `failures` is by row index."""
+    """One shard's way through the engine. `rid` names row 0, attempt 0; `failures` is by row index.
+
+    `sent` counts how often the lease sent each row: the engine may still know an id that has failed, and refuses it a
+    second time. `queue` says how many runs of states the shard's writer has been given, and is through with.
+    """
 
     client: EngineClient
     budget: InFlight
@@ -64,13 +69,15 @@ class Prefill:
     rid: Rid
     batch_tokens: int
     failures: dict[int, RowFailure] = field(default_factory=dict)
-    in_flight: set[int] = field(default_factory=set)
+    sent: Counter[int] = field(default_factory=Counter)
+    queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    in_flight: dict[int, str] = field(default_factory=dict)
 
     async def run(self, rows: Sequence[npt.NDArray[np.int32]], todo: Sequence[int]) -> None:
         """Prefills the rows [S_i] with indices `todo`, beside whatever else is in flight.
 
         Raises `EngineDownError` or `StorageWriteError`; rows that fail alone are noted in `failures`. After an error
-        `in_flight` holds the rows that were under way.
+        `in_flight` holds the rows that were under way, and their ids.
         """
         try:
             async with asyncio.TaskGroup() as sending:
@@ -98,16 +105,22 @@ class Prefill:
             for batch in batches([len(rows[i]) for i in left], self.batch_tokens):
                 await self._send([left[i] for i in batch], rows, attempt=0)
 
+    async def abort(self) -> None:
+        """Ends what is under way in the engine. Raises `EngineDownError`."""
+        # One by one: SGLang 0.5.23 knows no prefixes where it has one tokenizer.
+        for rid in list(self.in_flight.values()):
+            await self.client.abort(rid)
+
     def _give_back(self, tokens: int, since: float, _: asyncio.Task[None]) -> None:
         self.budget.release(tokens, since)
 
     async def _send(self, batch: list[int], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
-        rids = [self._rid(row, attempt) for row in batch]
-        self.in_flight.update(batch)
+        rids = [self._next_rid(row) for row in batch]
+        self.in_flight.update(zip(batch, rids, strict=True))
         try:
             outcomes = await self.client.prefill(rids, [rows[i] for i in batch])
         except EngineRefusedError as error:
-            self.in_flight.difference_update(batch)
+            self._landed(batch)
             await self._refused(batch, rows, attempt, str(error))
             return
         except RowsTimedOutError as error:
@@ -117,7 +130,7 @@ class Prefill:
             await self._failed(batch, rows, attempt, error)
             return
         # The engine has answered for these: whatever kills it from now on is not theirs.
-        self.in_flight.difference_update(batch)
+        self._landed(batch)
         answered = [row for row, outcome in zip(batch, outcomes, strict=True) if outcome is None]
         missing = await self._written(answered)
         why = {
@@ -152,8 +165,8 @@ class Prefill:
         late = [row for row in batch if not self.ledger.complete(row)]
         logger.warning("%s: %s: %d of %d rows are late", self.rid.session, failure.code, len(late), len(batch))
         for row in late:
-            await self.client.abort(self._rid(row, attempt))
-        self.in_flight.difference_update(batch)
+            await self.client.abort(self.in_flight[row])
+        self._landed(batch)
         await self._once_more(dict.fromkeys(late, failure), rows, attempt)
 
     async def _once_more(self, why: dict[int, RowFailure], rows: Sequence[npt.NDArray[np.int32]], attempt: int) -> None:
@@ -182,26 +195,37 @@ class Prefill:
     async def _written(self, rows: list[int]) -> list[int]:
         """Waits until the rows are in the file; returns those that stopped getting there.
 
-        Raises `StorageWriteError` for a write that failed, or that has not come back for a minute.
+        Raises `StorageWriteError` for a write that failed, or that has not come back for a minute or two.
         """
         pause, advanced, seen = _WRITE_POLL_FIRST_S, time.monotonic(), -1
+        mark: int | None = None
         while left := [row for row in rows if not self.ledger.complete(row)]:
             if self.ledger.errno:
                 raise StorageWriteError(self.ledger.errno)
             tokens = int(self.ledger.written.sum())
             if tokens != seen:
-                advanced, seen = time.monotonic(), tokens
+                advanced, seen, mark = time.monotonic(), tokens, None
             elif time.monotonic() - advanced > _WRITE_STALL_S:
-                if self.ledger.in_writing:
+                given, done = self.queue()
+                if self.ledger.in_writing or (mark is not None and done < mark):
                     # The storage stands still, which is no fault of these rows.
                     raise StorageWriteError(errno.ETIMEDOUT)
-                return left
+                if mark is None and done < given:
+                    # They may wait behind a write to another file.
+                    mark, advanced = given, time.monotonic()
+                else:
+                    return left
             await asyncio.sleep(pause)
             pause = min(2 * pause, _WRITE_POLL_MOST_S)
         return []
 
-    def _rid(self, row: int, attempt: int) -> str:
-        return str(replace(self.rid, row=row, attempt=attempt))
+    def _next_rid(self, row: int) -> str:
+        self.sent[row] += 1
+        return str(replace(self.rid, row=row, attempt=self.sent[row] - 1))
+
+    def _landed(self, batch: list[int]) -> None:
+        for row in batch:
+            self.in_flight.pop(row, None)
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

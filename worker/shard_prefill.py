@@ -8,9 +8,11 @@ import asyncio
 import errno
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ import numpy.typing as npt
 from layertap.layout import ShardLayout
 from layertap.schemas.jobs import Final
 from layertap.schemas.workers import ModelFacts
+from worker.capture.counters import Counters, writer_of
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, Session, publish, sessions_dir, withdraw
 from worker.engine.client import EngineDownError, EngineGoneError
@@ -64,6 +67,7 @@ class ShardPrefill:
     """Rows found guilty, with the engine that each killed."""
     _written: set[int] = field(default_factory=set)
     _nonfinite: dict[int, int] = field(default_factory=dict)
+    _sent: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> dict[int, RowFailure]:
         """Why each failed row failed, by index; every other row is in the file, and `engine` says what wrote it.
@@ -105,7 +109,9 @@ class ShardPrefill:
         publish(engine.directory, rid.session, Session.at(self.partial, ledger, self.layout))
         self.keeper.phase(self.held, "prefill", _PREFILL_GRACE_S, ledger.path)
         batch_tokens = chunk_tokens(engine.spec.chunked_prefill_size, engine.spec.device)
-        work = Prefill(engine.client, self.host.budget, self.held, ledger, rid, batch_tokens, self.failures)
+        work = Prefill(engine.client, self.host.budget, self.held, ledger, rid, batch_tokens, self.failures, self._sent)
+        if (counters := Counters.open(engine.directory)) is not None:
+            work.queue = partial(counters.given_and_done, writer_of(rid.session))
         finished = False
         try:
             await self._clear_suspects(work, engine)
@@ -125,7 +131,7 @@ class ShardPrefill:
             withdraw(engine.directory, rid.session)
             if not finished:
                 with suppress(EngineDownError):
-                    await asyncio.shield(engine.client.abort(rid.lease_prefix))
+                    await asyncio.shield(work.abort())
         await _at_rest(ledger)
 
     async def _clear_suspects(self, work: Prefill, engine: Engine) -> None:

@@ -22,13 +22,14 @@ T = TypeVar("T")
 class Checked:
     """A serving engine whose self-check can be asked for again and again, with a fault planted in its capture."""
 
-    def __init__(self, model: Path, directory: Path, strategy: Strategy = "hooks") -> None:
+    def __init__(self, model: Path, directory: Path, strategy: Strategy = "hooks", **more: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self.file = directory.parent / "planted"
         self.facts = models.facts(model)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TEST_PLANTED", str(self.file))
-            self.engine = Engine(EngineSpec.of(self.facts, "cpu", strategy=strategy), directory, prefill_timeout=60)
+            spec = EngineSpec.of(self.facts, "cpu", strategy=strategy, **more)
+            self.engine = Engine(spec, directory, prefill_timeout=60)
             self._run(self.engine.launch(timeout=240))
 
     def judge(self, fault: str = "") -> Judgement:
@@ -98,6 +99,24 @@ def test_an_engine_that_only_collects_is_checked_too(tiny_llama: Path, tmp_path:
         judgement = checked.judge()
         assert judgement.strategy == "collect"
         assert judgement.figures["norm"] < 0.01
+    finally:
+        checked.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "ranks"), [("granite", {}, 2), ("gemma3", {"final_logit_softcapping": 2.0}, 1)]
+)
+def test_a_head_agrees_with_the_engine_with_its_scale_its_soft_cap_and_gathered_from_two_ranks(
+    tmp_path: Path, name: str, change: dict[str, float], ranks: int
+) -> None:
+    model = tiny_families.variant(name, change) if change else tiny_families.make(name)
+    checked = Checked(model, tmp_path / "engine", tensor_parallel=ranks)
+    try:
+        judgement = checked.judge()
+        assert judgement.strategy == "hooks"
+        assert judgement.figures["log_probability"] < LOG_PROBABILITY / 3
+        with pytest.raises(CheckError, match="states belong to other rows"):
+            checked.judge("rows swapped")
     finally:
         checked.close()
 

@@ -189,7 +189,11 @@ def test_a_job_says_how_fast_it_goes_while_it_runs_and_so_do_its_worker_and_the_
     busy = max(told, key=lambda figures: figures.tokens_per_second)
     assert busy.tokens_per_second > mean / 3
     assert busy.bytes_per_second > 2 * 128 * 2 * mean / 3
-    assert busy.plain_tokens_per_second == warm_stack.client.manifest(job.id).engine["plain_tokens_per_s"]
+    made_by = warm_stack.client.manifest(job.id).engine
+    assert busy.plain_tokens_per_second == made_by["plain_tokens_per_s"]
+    assert made_by["self_check"]["strategy"] == "hooks"
+    assert made_by["self_check"]["figures"].keys() == {"hooks", "collect", "norm", "log_probability", "batch"}
+    assert max(made_by["self_check"]["figures"].values()) < 0.1
     assert busy.tokens_per_second_mean
     assert busy.writer_busy is not None
     assert (busy.writer_wait, busy.pool_fill, busy.gpu_use) == (pytest.approx(0, abs=0.05), None, None)

@@ -12,7 +12,7 @@ from fixtures_service_process import until
 
 from worker.capture import written_file
 from worker.capture.addressing import Piece
-from worker.capture.counters import Counters
+from worker.capture.counters import Counters, writer_of
 from worker.capture.host_copy import Copier, rows_finite
 from worker.capture.rid import Rid, mask
 from worker.capture.session import Ledger, LedgerError, Session, publish, sessions_dir, withdraw
@@ -74,6 +74,7 @@ def test_rows_and_chunks_land_at_their_places(tmp_path: Path) -> None:
     assert bench.ledger.progress() == (2, 8)
     counted = bench.counters.read()
     assert (counted.tokens, counted.bytes) == (8, bench.file.stat().st_size)
+    assert bench.counters.given_and_done(writer_of(NAME)) == (3, 3)
     assert counted.write_seconds > 0
     assert (counted.queued_runs, counted.pinned_bytes, counted.pinned_limit) == (0, 0, 0)
 

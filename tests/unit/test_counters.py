@@ -25,13 +25,14 @@ def test_what_is_counted_is_read_through_another_mapping(tmp_path: Path) -> None
     written, seen = Counters.create(tmp_path), reader(tmp_path)
     written.wrote(3, 300)
     written.wrote(4, 400)
-    for _ in range(3):
-        written.submitted()
-    written.finished()
+    for writer in (0, 2, 2):
+        written.given(writer)
+    written.done(2)
     written.pinned(1 << 20, 1 << 30)
     counted = seen.read()
     assert (counted.tokens, counted.bytes) == (7, 700)
     assert (counted.queued_runs, counted.pinned_bytes, counted.pinned_limit) == (2, 1 << 20, 1 << 30)
+    assert [seen.given_and_done(writer) for writer in (0, 1, 2)] == [(1, 0), (0, 0), (2, 1)]
     assert (counted.wait_seconds, counted.write_seconds) == (0, 0)
 
 

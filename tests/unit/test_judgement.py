@@ -7,7 +7,7 @@ import pytest
 
 from worker.capture import sources
 from worker.capture.sources import Source, State
-from worker.engine.judgement import Array, CheckError, Readings, confirm, judge
+from worker.engine.judgement import Array, CheckError, Readings, confirm, judge, token_errors
 
 LAYERS, TOKENS, HIDDEN = 4, 9, 16
 LENGTHS = [4, 4, 1]
@@ -126,3 +126,23 @@ def test_a_row_that_is_another_one_alone_is_refused() -> None:
     found = readings()
     with pytest.raises(CheckError, match="between a batch and the row alone"):
         confirm(judge(found), found, 1, alone(0))
+
+
+def test_a_log_probability_that_is_no_number_is_refused() -> None:
+    found = readings()
+    found.engine[0][1] = float("nan")
+    with pytest.raises(CheckError, match="log-probabilities"):
+        judge(found)
+
+
+def test_a_row_whose_chunks_were_checked_one_by_one_is_refused_with_the_remedy() -> None:
+    found = readings()
+    assert found.head[0] is not None
+    found.head[0].pop()
+    with pytest.raises(CheckError, match="--chunked-prefill-size"):
+        judge(found)
+
+
+def test_an_error_that_is_no_number_is_no_agreement() -> None:
+    right = np.ones((2, HIDDEN), np.float32)
+    assert token_errors(right * np.float32("nan"), right).tolist() == [np.inf, np.inf]

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class FakeEngine:
     """Speaks SGLang's HTTP, and never answers a list that holds a `stuck` row.
 
     The list's other rows arrive nonetheless, but for those `behind`, which wait for the stuck one. Where it takes no
-    aborts it hangs up instead.
+    aborts it hangs up instead. An id that it was ever given it refuses, as SGLang does while it still knows it.
     """
 
     def __init__(self, ledger: Ledger, stuck: Callable[[Sent], bool], behind: Iterable[int] = ()) -> None:
@@ -50,6 +51,8 @@ class FakeEngine:
         self.gone = False
         self.arrives = True
         self.fails: Callable[[Sent], bool] = lambda sent: False
+        self.refuses: Callable[[Sent], bool] = lambda sent: False
+        self.known: set[str] = set()
         self.ends_after_failing = False
         self.port = 0
 
@@ -73,8 +76,9 @@ class FakeEngine:
                     await reader.read()
                 if not answer:
                     break
-                status, body = b"500 E" if "error" in answer else b"200 OK", json.dumps(answer).encode()
-                writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
+                status = answer.pop("status", "500 E") if "error" in answer else "200 OK"
+                body = json.dumps(answer).encode()
+                writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
                 await writer.drain()
         writer.close()
 
@@ -88,6 +92,11 @@ class FakeEngine:
             return {}
         if sent:
             self.lists.append(sent)
+        if self.known & set(body["rid"]):
+            return {"status": "400 Bad Request", "error": {"message": "Duplicate request ID detected"}}
+        self.known |= set(body["rid"])
+        if any(self.refuses(one) for one in sent):
+            return {"status": "400 Bad Request", "error": {"message": "too long"}}
         if any(self.fails(one) for one in sent):
             self.gone = self.ends_after_failing
             return {"error": {"message": "it broke"}}
@@ -134,7 +143,7 @@ def test_a_row_that_is_stuck_once_is_aborted_by_its_own_id_and_sent_again_alone(
         async with prefill(engine) as work:
             await work.run(rows_of(ledger), range(24))
             assert work.failures == {}
-            assert work.in_flight == set()
+            assert work.in_flight == {}
             assert work.budget.used == 0
 
     run(scenario())
@@ -155,7 +164,7 @@ def test_a_row_that_is_stuck_alone_too_becomes_a_row_failure_and_the_rest_goes_o
             assert failed[0] == 1
             assert failed[1].code == "timed_out"
             assert failed[1].reason == "the engine gave no answer within 0.5 s, with this row alone in its request"
-            assert work.in_flight == set()
+            assert work.in_flight == {}
             assert work.budget.used == 0
 
     run(scenario())
@@ -199,7 +208,7 @@ def test_a_row_that_a_living_engine_answers_with_its_own_error_is_set_aside_alon
         async with prefill(engine) as work:
             await work.run(rows_of(ledger), range(24))
             assert work.failures == {1: RowFailure("engine_aborted", "/generate: HTTP 500: it broke")}
-            assert work.in_flight == set()
+            assert work.in_flight == {}
 
     run(scenario())
     assert ledger.progress()[0] == 23
@@ -216,10 +225,42 @@ def test_an_engine_that_ends_with_its_error_is_down_and_the_rows_are_under_suspi
             with pytest.raises(EngineDownError, match="it broke") as caught:
                 await work.run(rows_of(ledger), range(12))
             assert not isinstance(caught.value, EngineGoneError)
-            assert work.in_flight == set(range(12))
+            assert work.in_flight == {row: rid(row, 0) for row in range(12)}
             assert work.failures == {}
 
     run(scenario())
+
+
+def test_a_row_that_is_refused_takes_no_other_row_of_its_list_with_it(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.refuses = lambda sent: sent[0] == 1
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(ledger), range(24))
+            assert work.failures == {1: RowFailure("engine_refused", "too long")}
+            assert work.in_flight == {}
+
+    run(scenario())
+    assert ledger.progress()[0] == 23
+
+
+def test_what_is_under_way_is_aborted_by_its_full_ids_and_sent_again_by_others(ledger: Ledger) -> None:
+    engine = FakeEngine(ledger, lambda sent: sent in {(1, 0), (13, 0)}, behind=[2, 3])
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(work.run(rows_of(ledger), range(24)), SECONDS / 2)
+            assert work.in_flight == {row: rid(row, 0) for row in range(24)}
+            await work.abort()
+            again = replace(work, in_flight={})
+            await again.run(rows_of(ledger), [row for row in range(24) if not ledger.complete(row)])
+            assert again.failures == {}
+
+    run(scenario())
+    assert engine.aborted == [rid(row, 0) for row in range(24)]
+    assert ledger.progress()[0] == 24
 
 
 def test_several_stuck_rows_are_waited_for_side_by_side(ledger: Ledger) -> None:
@@ -338,5 +379,69 @@ def test_a_write_that_does_not_come_back_is_the_storage_s_fault_and_no_row_s(
             with ledger.writing(), pytest.raises(StorageWriteError, match="ETIMEDOUT"):
                 await work.run(rows_of(ledger), range(24))
             assert work.failures == {}
+
+    run(scenario())
+
+
+def test_states_that_wait_behind_a_write_to_another_file_are_waited_for(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.4)
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.arrives = False
+    done = [0]
+
+    async def storage_comes_back() -> None:
+        await asyncio.sleep(0.6)
+        ledger.written[:] = TOKENS
+        done[0] = 24
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            work.queue = lambda: (24, done[0])
+            back = asyncio.create_task(storage_comes_back())
+            await work.run(rows_of(ledger), range(24))
+            await back
+            assert work.failures == {}
+
+    run(scenario())
+    assert [len(sent) for sent in engine.lists] == [12, 12]
+
+
+def test_a_writer_that_stands_still_over_another_file_is_the_storage_s_fault(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.2)
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.arrives = False
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            work.queue = lambda: (25, 1)
+            with pytest.raises(StorageWriteError, match="ETIMEDOUT"):
+                await work.run(rows_of(ledger), range(24))
+            assert work.failures == {}
+
+    run(scenario())
+
+
+def test_states_that_are_missing_once_the_writer_is_through_are_the_rows_failure(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.2)
+    engine = FakeEngine(ledger, lambda sent: False)
+    engine.arrives = False
+    given = [24]
+
+    def queue() -> tuple[int, int]:
+        # Others' states keep coming.
+        given[0] += 1
+        return given[0], given[0] - 1
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            work.queue = queue
+            await work.run(rows_of(ledger), [3])
+            assert {row: failure.code for row, failure in work.failures.items()} == {3: "capture_incomplete"}
 
     run(scenario())

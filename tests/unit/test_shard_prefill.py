@@ -37,6 +37,9 @@ class FakeEngine:
         self.directory = directory
         self.died: float | None = None
         self.sent: list[tuple[str, int]] = []
+        self.known: set[str] = set()
+        self.aborted: list[str] = []
+        self.hiccups = 0
         self.client = self
         self.spec = SimpleNamespace(chunked_prefill_size=TOKENS, device="cpu")
         sessions_dir(directory).mkdir(parents=True)
@@ -44,6 +47,11 @@ class FakeEngine:
     async def prefill(self, rids: list[str], rows: list[Any]) -> list[None]:
         found = cast(list[Rid], [parse(name) for name in rids])
         self.sent += [(rid.task, rid.row) for rid in found]
+        assert not self.known & set(rids), "SGLang refuses an id that it still knows"
+        self.known |= set(rids)
+        if self.hiccups:
+            self.hiccups -= 1
+            raise EngineDownError("/generate: ConnectTimeout('')")
         await asyncio.sleep(FORWARD_S)
         if any((rid.task, rid.row) == KILLER for rid in found):
             self.died = self.died or time.monotonic()
@@ -57,8 +65,8 @@ class FakeEngine:
         if self.died is not None:
             raise EngineGoneError("/generate: ConnectError('')")
 
-    async def abort(self, prefix: str) -> None:
-        """Nothing is left to abort."""
+    async def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
 
     def describe(self) -> dict[str, object]:
         return {"number": int(self.directory.name)}
@@ -134,6 +142,25 @@ def test_a_suspect_that_came_through_alone_is_not_sent_again(
         assert list(guilty) == [killer]
         for engine in host.engines:
             assert len(engine.sent) == len(set(engine.sent))
+
+    asyncio.run(scenario())
+
+
+def test_rows_of_an_engine_that_was_out_of_reach_for_a_moment_are_aborted_and_sent_by_ids_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.shard_prefill._PAUSE_S", FORWARD_S)
+
+    async def scenario() -> None:
+        host = FakeHost(tmp_path)
+        (engine,) = host.engines
+        engine.hiccups = 1
+        assert await asyncio.wait_for(_shard(host, "task_b", tmp_path).run(), 60) == {}
+        assert host.engines == [engine]
+        first = [parse(rid) for rid in engine.aborted]
+        assert first
+        assert all(rid is not None and rid.attempt == 0 for rid in first)
+        assert set(engine.aborted) <= engine.known
 
     asyncio.run(scenario())
 

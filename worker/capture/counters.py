@@ -1,11 +1,13 @@
 """What the capture does, counted in a small file that the worker reads whenever it likes.
 
 One int64 a word, in shared memory: the engine's process alone writes, and a reader never waits. What only grows gives a
-rate from any two readings, however long they lie apart. Figures for people: nothing is decided by them.
+rate from any two readings, however long they lie apart. Figures for people: nothing is decided by them, but whether
+states that do not arrive still wait for their writer.
 """
 
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +20,15 @@ from worker.capture.words import Words, mapped
 _MAGIC = 0x4C41594552434E54  # "LAYERCNT"
 WRITERS = 8
 """Threads that write, each of which counts its time in a word of its own."""
-_MAGIC_WORD, _TOKENS, _BYTES, _WAITING, _SUBMITTED, _FINISHED, _PINNED, _PINNED_LIMIT, _WRITING = range(9)
-_WORDS = _WRITING + WRITERS
+_MAGIC_WORD, _TOKENS, _BYTES, _WAITING, _PINNED, _PINNED_LIMIT, _WRITING = range(7)
+_GIVEN = _WRITING + WRITERS
+_DONE = _GIVEN + WRITERS
+_WORDS = _DONE + WRITERS
+
+
+def writer_of(session: str) -> int:
+    """The writer, 0 … `WRITERS` − 1, that fills the file of this session."""
+    return zlib.crc32(session.encode()) % WRITERS
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,8 @@ class Counted:
     """One reading. Seconds are in all since the engine began, those of a wait or a write under way included.
 
     `wait_seconds`: a forward waited for pinned memory or for a place in a writer's queue. `write_seconds`: writers were
-    writing, summed over `WRITERS` threads. `queued_runs` wait for a writer or are in its hands. `pinned_bytes` of
-    `pinned_limit` are taken, 0 of 0 without a GPU.
+    writing, summed over `WRITERS` threads. `queued_runs` wait for a writer or are in its hands, one for each file that
+    their rows belong to. `pinned_bytes` of `pinned_limit` are taken, 0 of 0 without a GPU.
     """
 
     tokens: int
@@ -41,7 +50,7 @@ class Counted:
 
 
 class Counters:
-    """The words of one engine. `waiting` is for one thread, and `writing` for one thread an index."""
+    """The words of one engine. `waiting` and `given` are for one thread, `writing` and `done` for one an index."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -84,14 +93,18 @@ class Counters:
         with self._timed(_WRITING + writer):
             yield
 
-    def submitted(self) -> None:
-        """One more run waits for a writer. From one thread."""
-        self._words[_SUBMITTED] += 1
+    def given(self, writer: int) -> None:
+        """One more run waits for that writer."""
+        self._words[_GIVEN + writer] += 1
 
-    def finished(self) -> None:
-        """One more run is done with, written or not. From any thread."""
-        with self._adding:
-            self._words[_FINISHED] += 1
+    def done(self, writer: int) -> None:
+        """That writer is done with one more run, written or not."""
+        self._words[_DONE + writer] += 1
+
+    def given_and_done(self, writer: int) -> tuple[int, int]:
+        """Runs that this writer has been given, and those that it is done with, in the order in which they came."""
+        done = int(self._words[_DONE + writer])
+        return int(self._words[_GIVEN + writer]), done
 
     def pinned(self, nbytes: int, limit: int) -> None:
         """So much pinned memory is taken, of so much."""
@@ -105,8 +118,8 @@ class Counters:
             tokens=words[_TOKENS],
             bytes=words[_BYTES],
             wait_seconds=_elapsed(words[_WAITING], now),
-            write_seconds=sum(_elapsed(word, now) for word in words[_WRITING:]),
-            queued_runs=max(0, words[_SUBMITTED] - words[_FINISHED]),
+            write_seconds=sum(_elapsed(word, now) for word in words[_WRITING:_GIVEN]),
+            queued_runs=max(0, sum(words[_GIVEN:_DONE]) - sum(words[_DONE:])),
             pinned_bytes=words[_PINNED],
             pinned_limit=words[_PINNED_LIMIT],
         )

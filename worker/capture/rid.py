@@ -1,8 +1,8 @@
 """Request ids: everything that every rank must know to act alike stands in the id itself.
 
 Ranks run collectives while they read the residual stream, so whether, how and what to read may depend on nothing but
-the batch. How is a letter in the id, the boundaries are a bit mask in it. Each id ends with a terminator: the engine
-aborts by prefix, and no id is a prefix of another.
+the batch. How is a letter in the id, the boundaries are a bit mask in it. Each id ends with a terminator: SGLang aborts
+what begins with an id, and no id is a prefix of another.
 """
 
 import re
@@ -44,7 +44,7 @@ class Rid:
 
     @property
     def lease_prefix(self) -> str:
-        """What the ids of all rows of this lease start with, and no other's: one abort ends them."""
+        """What the ids of all rows of this lease start with, and no other's."""
         return f"lt1.{self.reading}.{self.boundaries:x}.{self.final:d}.{self.task}.{self.generation}."
 
     @property

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 
 _WHY = {
     "enable_dp_attention": "with DP attention each rank holds other rows; run several workers instead",
+    "attn_dp_size": "with DP attention each rank holds other rows; run several workers instead",
+    "attn_cp_size": "with context parallelism each rank holds other tokens; use --tensor-parallel",
+    "enable_prefill_cp": "with context parallelism each rank holds other tokens; use --tensor-parallel",
+    "nnodes": "the worker starts an engine on one machine; run a worker on each",
     "enable_two_batch_overlap": "two-batch overlap runs a batch in halves, whose rows have no known place: leave it",
     "pp_size": "with pipeline parallelism no rank has every boundary; use --tensor-parallel",
     "dp_size": "the worker speaks to one engine; run several workers instead",

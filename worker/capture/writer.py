@@ -7,7 +7,6 @@ fill side by side. `pwrite` lets go of the interpreter lock, so the scheduler ru
 import logging
 import queue
 import threading
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from worker.capture.addressing import Piece
-from worker.capture.counters import WRITERS, Counters
+from worker.capture.counters import WRITERS, Counters, writer_of
 from worker.capture.host_copy import Copier, HostCopy
 from worker.capture.session import load
 from worker.capture.written_file import WrittenFile
@@ -31,12 +30,11 @@ _LOOK_SECONDS = 5.0
 class _Run:
     """Adjacent pieces and their copy, which is given back when each of `parts` threads is through with it."""
 
-    def __init__(self, first: int, copy: HostCopy, parts: int, copier: Copier, counters: Counters) -> None:
+    def __init__(self, first: int, copy: HostCopy, parts: int, copier: Copier) -> None:
         self.first = first
         self.copy = copy
         self._left = parts
         self._copier = copier
-        self._counters = counters
         self._lock = threading.Lock()
 
     def part_done(self) -> None:
@@ -45,7 +43,6 @@ class _Run:
             last = self._left == 0
         if last:
             self._copier.release(self.copy)
-            self._counters.finished()
 
 
 _Item = tuple[_Run, list[Piece]]
@@ -69,12 +66,12 @@ class Writer:
         sessions: dict[str, list[Piece]] = {}
         for piece in run:
             sessions.setdefault(piece.rid.session, []).append(piece)
-        whole = _Run(run[0].start, copy, len(sessions), self._copier, self._counters)
-        self._counters.submitted()
+        whole = _Run(run[0].start, copy, len(sessions), self._copier)
         with self._counters.waiting():
             for name, pieces in sessions.items():
-                thread = self._threads[zlib.crc32(name.encode()) % WRITERS]
-                thread.queue.put((whole, pieces), timeout=_PUT_TIMEOUT_S)
+                index = writer_of(name)
+                self._threads[index].queue.put((whole, pieces), timeout=_PUT_TIMEOUT_S)
+                self._counters.given(index)
 
     def stop(self, timeout: float = 60.0) -> None:
         """Writes what is queued and ends the threads."""
@@ -124,6 +121,7 @@ class _Thread(threading.Thread):
         finally:
             run.part_done()
             self._close_ended()
+            self._counters.done(self._index)
 
     def _opened(self, name: str) -> WrittenFile | None:
         # A lease that goes on after its requests failed opens a session of the same name anew.

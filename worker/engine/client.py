@@ -1,4 +1,4 @@
-"""Requests to the engine: prefill rows of token ids, abort by prefix, ask what it is.
+"""Requests to the engine: prefill rows of token ids, abort them, ask what it is.
 
 Rows go out as lists with a request id each; nothing is sampled and no log-probability is computed.
 """
@@ -148,9 +148,9 @@ class EngineClient:
             raise RowsFailedError(f"/generate: HTTP {response.status_code}: {_message(response)}")
         return {answer["meta_info"]["id"]: answer["meta_info"] for answer in response.json()}
 
-    async def abort(self, prefix: str) -> None:
-        """Aborts every request whose id starts with `prefix`. Raises `EngineDownError`."""
-        response = await self._send("POST", "/abort_request", json={"rid": prefix}, timeout=10.0)
+    async def abort(self, rid: str) -> None:
+        """Aborts the request of this id, if the engine knows it. Raises `EngineDownError`."""
+        response = await self._send("POST", "/abort_request", json={"rid": rid}, timeout=10.0)
         if not response.is_success:
             raise EngineDownError(f"/abort_request: HTTP {response.status_code}: {_message(response)}")
 

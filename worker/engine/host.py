@@ -404,8 +404,8 @@ async def _gpu_bytes_left(engine: Engine, before: int | None) -> int | None:
     """Memory of its GPUs in use beyond what was before the engine, once it has had time to come back; None without."""
     if before is None:
         return None
-    left = 0
-    for _ in range(_GPU_LOOKS):
+    left, until = 0, time.monotonic() + _GPU_LOOKS * _GPU_LOOK_EVERY_S
+    while time.monotonic() < until:
         used = await _gpu_bytes(engine)
         if used is None:
             return None

@@ -78,7 +78,7 @@ def confirm(judgement: Judgement, readings: Readings, row: int, alone: Mapping[i
     for k, state in alone.items():
         among = _of_strategy(readings.states, judgement.strategy, k)[rows]
         error = float(np.median(token_errors(among, state)))
-        if error > BATCH:
+        if not error <= BATCH:
             raise CheckError(
                 f"boundary {k} of a row differs by {error:.0%} between a batch and the row alone: "
                 "rows are mixed up, or a buffer is read after its time"
@@ -98,7 +98,8 @@ def token_errors(found: Array, right: Array) -> Array:
     """Relative error of each token's state: ‖found − right‖ / ‖right‖, [T]."""
     scale = np.linalg.norm(right, axis=-1)
     errors: Array = np.linalg.norm(found - right, axis=-1) / np.maximum(scale, np.finfo(np.float32).tiny)
-    return errors
+    # Not a number is no agreement, and no comparison with a limit may take it for one.
+    return np.where(np.isnan(errors), np.float32(np.inf), errors)
 
 
 def _check_buffers(readings: Readings, source: Source) -> None:
@@ -112,7 +113,7 @@ def _check_buffers(readings: Readings, source: Source) -> None:
 def _check_norm(readings: Readings) -> float:
     normed = readings.states[(Source.NORMED, readings.layers)]
     error = float(token_errors(normed, readings.final).max())
-    if error > NORM:
+    if not error <= NORM:
         raise CheckError(
             f"the final norm of boundary {readings.layers} is {error:.1%} off the final hidden state: the last "
             "boundary is not the residual stream after the last block, or the final state is not taken after the norm"
@@ -121,6 +122,12 @@ def _check_norm(readings: Readings) -> float:
 
 
 def _check_head(readings: Readings) -> dict[str, float]:
+    for ours, engines in zip(readings.head, readings.engine, strict=True):
+        if ours is not None and len(ours) != len(engines):
+            raise CheckError(
+                f"the head was read at {len(ours)} tokens of a row, the engine's log-probabilities are of "
+                f"{len(engines)}: a chunk must hold the whole row; set --chunked-prefill-size to 64 or more"
+            )
     pairs = [
         pair
         for ours, engines in zip(readings.head, readings.engine, strict=True)
@@ -131,7 +138,7 @@ def _check_head(readings: Readings) -> dict[str, float]:
         return {}
     found, right = np.asarray(pairs, dtype=np.float64).T
     error = float(np.abs(found - right).mean() / max(np.abs(right).mean(), 1e-6))
-    if error > LOG_PROBABILITY:
+    if not error <= LOG_PROBABILITY:
         raise CheckError(
             f"the head gives log-probabilities on the final hidden state that are {error:.0%} off the engine's own: "
             "the states belong to other rows, or the head reads something else"

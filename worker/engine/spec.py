@@ -65,14 +65,14 @@ _LONG_NAMES = {
     "pipeline_parallel_size": "pp_size",
     "data_parallel_size": "dp_size",
     "tensor_parallel_size": "tp_size",
+    "attention_data_parallel_size": "attn_dp_size",
+    "attention_context_parallel_size": "attn_cp_size",
 }
 
 
 _WORKERS_OWN = {
     "tp_size": ", and set --tensor-parallel",
-    "tp": ", and set --tensor-parallel",
     "model_path": ": the model is the job's, see --model",
-    "model": ": the model is the job's, see --model",
     "host": ": the worker starts the engine on this machine alone",
     "port": ": the worker picks a free one",
     "api_key": ": the worker makes one",
@@ -95,9 +95,11 @@ def asked(extra_args: Iterable[str]) -> dict[str, str | Literal[True]]:
 def refusal(extra_args: Iterable[str]) -> str | None:
     """Why an engine with these arguments cannot be captured, or None where nothing speaks against it."""
     arguments = asked(extra_args)
-    for name, remedy in _WORKERS_OWN.items():
-        if name in arguments:
-            return f"--engine-arg=--{name.replace('_', '-')}: leave it out{remedy}"
+    for given in arguments:
+        for name, remedy in _WORKERS_OWN.items():
+            # SGLang takes the beginning of a name for the whole.
+            if name.startswith(given):
+                return f"--engine-arg=--{given.replace('_', '-')}: leave it out{remedy}"
     why = scattered.refusal(arguments)
     return None if why is None else f"--engine-arg={why}"
 
