@@ -103,19 +103,13 @@ def test_an_engine_that_only_collects_is_checked_too(tiny_llama: Path, tmp_path:
         checked.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "ranks"), [("granite", {}, 2), ("gemma3", {"final_logit_softcapping": 2.0}, 1)]
-)
-def test_a_head_agrees_with_the_engine_with_its_scale_its_soft_cap_and_gathered_from_two_ranks(
-    tmp_path: Path, name: str, change: dict[str, float], ranks: int
-) -> None:
-    model = tiny_families.variant(name, change) if change else tiny_families.make(name)
-    checked = Checked(model, tmp_path / "engine", tensor_parallel=ranks)
+def test_a_head_agrees_with_the_engine_with_its_scale_and_gathered_from_two_ranks(tmp_path: Path) -> None:
+    checked = Checked(tiny_families.make("granite"), tmp_path / "engine", tensor_parallel=2)
     try:
         judgement = checked.judge()
         assert judgement.strategy == "hooks"
         assert judgement.figures["log_probability"] < LOG_PROBABILITY / 3
-        with pytest.raises(CheckError, match="states belong to other rows"):
+        with pytest.raises(CheckError, match=r"other rows|rows are mixed up"):
             checked.judge("rows swapped")
     finally:
         checked.close()
