@@ -15,7 +15,7 @@ TOKENS = 16_000
 BOUNDARIES = [0, 1, 2, 3]
 HIDDEN = 1024
 STATE_BYTES = TOKENS * (len(BOUNDARIES) + 1) * HIDDEN * 2
-"""164 MB, of which a quarter may be held at most."""
+"""164 MB: a capture that kept them grew by 198 MB, one that does not by some 40 MB at the most."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_row_of_sixteen_chunks_is_right_and_takes_no_more_memory_than_one_of_f
     forget(pids)
     before = peak_bytes(pids)
     (found,) = stack.extract([row(TOKENS)], "wide", BOUNDARIES)
-    assert peak_bytes(pids) - before < STATE_BYTES / 4
+    assert peak_bytes(pids) - before < STATE_BYTES * 2 / 3
     assert found.input_ids.tolist() == row(TOKENS)["input_ids"]
     right = reference.states(wide, found.input_ids.tolist(), BOUNDARIES)
     for part in (slice(0, 1024), slice(TOKENS - 1024, TOKENS)):
