@@ -15,7 +15,7 @@ TOKENS = 16_000
 BOUNDARIES = [0, 1, 2, 3]
 HIDDEN = 1024
 STATE_BYTES = TOKENS * (len(BOUNDARIES) + 1) * HIDDEN * 2
-"""164 MB: a capture that kept them grew by 198 MB, one that does not by some 40 MB at the most."""
+"""164 MB: a capture that kept them grew by 198 MB, one that does not by about 40 MB."""
 
 
 @pytest.fixture
