@@ -45,13 +45,18 @@ def tiny(name: str) -> Path:
     return demo_model.make_once(CACHE / name, lambda folder: _make(name, folder, smollm2()))
 
 
+def copy_tokenizer(model: Path, folder: Path) -> None:
+    """Gives a model folder the tokenizer of another."""
+    for file in _TOKENIZER_FILES:
+        shutil.copyfile(model / file, folder / file)
+
+
 def _make(name: str, folder: Path, tokenizer: Path) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    for file in _TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / file, folder / file)
+    copy_tokenizer(tokenizer, folder)
     generator = torch.Generator().manual_seed(NAMES.index(name))
     model = _MODELS[name]()
     with torch.no_grad():

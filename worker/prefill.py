@@ -10,7 +10,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -105,10 +105,10 @@ class Prefill:
             for batch in batches([len(rows[i]) for i in left], self.batch_tokens):
                 await self._send([left[i] for i in batch], rows, attempt=0)
 
-    async def abort(self) -> None:
-        """Ends what is under way in the engine. Raises `EngineDownError`."""
+    async def abort(self, rows: Iterable[int]) -> None:
+        """Ends these rows, which are in flight, in the engine. Raises `EngineDownError`."""
         # One by one: SGLang 0.5.23 knows no prefixes where it has one tokenizer.
-        for rid in list(self.in_flight.values()):
+        for rid in [self.in_flight[row] for row in rows]:
             await self.client.abort(rid)
 
     def _give_back(self, tokens: int, since: float, _: asyncio.Task[None]) -> None:
@@ -164,8 +164,7 @@ class Prefill:
         """Aborts the rows of a request that have not arrived, and no other; those that have are done."""
         late = [row for row in batch if not self.ledger.complete(row)]
         logger.warning("%s: %s: %d of %d rows are late", self.rid.session, failure.code, len(late), len(batch))
-        for row in late:
-            await self.client.abort(self.in_flight[row])
+        await self.abort(late)
         self._landed(batch)
         await self._once_more(dict.fromkeys(late, failure), rows, attempt)
 

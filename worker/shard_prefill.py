@@ -131,7 +131,7 @@ class ShardPrefill:
             withdraw(engine.directory, rid.session)
             if not finished:
                 with suppress(EngineDownError):
-                    await asyncio.shield(work.abort())
+                    await asyncio.shield(work.abort(work.in_flight))
         await _at_rest(ledger)
 
     async def _clear_suspects(self, work: Prefill, engine: Engine) -> None:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from fixtures_service_process import PlayedWorker, ServiceProcess, until
 from fixtures_stack import PATIENCE, Stack, open_stack
+from memory_peaks import forget_peak, peak_memory
 
 from layertap.layout import ShardLayout
 from layertap.schemas.jobs import Job
@@ -56,18 +57,6 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Committed]:
         worker.post(f"/v1/tasks/{lease['task']}/commit-shard", **held, **figures)
         worker.close()
         yield Committed(stack, stack.succeeded(job), layout.nbytes, sha256)
-
-
-def peak_memory(pid: int) -> int:
-    """The most resident memory of the process since `forget_peak`, in bytes."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
-
-
-def forget_peak(pid: int) -> int:
-    """Starts a new measurement; the resident memory now, in bytes."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return peak_memory(pid)
 
 
 def pull_command(committed: Committed, folder: Path) -> list[str]:

@@ -1,13 +1,14 @@
 """One row of many chunks: right to its last token, and in no more memory than a short one."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import reference
+import tiny_models
 from fixtures_stack import Stack
+from memory_peaks import forget_peak, peak_memory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -33,21 +34,8 @@ def wide(tmp_path: Path, tiny_llama: Path) -> Path:
     folder = tmp_path / "wide"
     torch.manual_seed(3)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(tiny_llama / file, folder / file)
+    tiny_models.copy_tokenizer(tiny_llama, folder)
     return folder
-
-
-def peak_bytes(pids: list[int]) -> int:
-    """The most that each of these processes has held since `forget`, added up."""
-    status = [dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()) for pid in pids]
-    return sum(1024 * int(fields["VmHWM"].split()[0]) for fields in status)
-
-
-def forget(pids: list[int]) -> None:
-    """Starts a new measurement."""
-    for pid in pids:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def row(length: int) -> dict[str, list[int]]:
@@ -58,10 +46,9 @@ def test_a_row_of_sixteen_chunks_is_right_and_takes_no_more_memory_than_one_of_f
     worker = stack.start_worker("worker", wide)
     stack.extract([row(4096)], "wide", BOUNDARIES)
     pids = [worker.child.pid, *worker.engine_pids()]
-    forget(pids)
-    before = peak_bytes(pids)
+    before = sum(map(forget_peak, pids))
     (found,) = stack.extract([row(TOKENS)], "wide", BOUNDARIES)
-    assert peak_bytes(pids) - before < STATE_BYTES * 2 / 3
+    assert sum(map(peak_memory, pids)) - before < STATE_BYTES * 2 / 3
     assert found.input_ids.tolist() == row(TOKENS)["input_ids"]
     right = reference.states(wide, found.input_ids.tolist(), BOUNDARIES)
     for part in (slice(0, 1024), slice(TOKENS - 1024, TOKENS)):

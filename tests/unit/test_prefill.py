@@ -122,6 +122,20 @@ async def prefill(engine: FakeEngine) -> AsyncIterator[Prefill]:
             await client.aclose()
 
 
+def failures(engine: FakeEngine, todo: Iterable[int]) -> dict[int, RowFailure]:
+    """Why rows failed of those to be prefilled; none is in flight after them."""
+    found: list[dict[int, RowFailure]] = []
+
+    async def scenario() -> None:
+        async with prefill(engine) as work:
+            await work.run(rows_of(engine.ledger), list(todo))
+            assert work.in_flight == {}
+            found.append(work.failures)
+
+    run(scenario())
+    return found[0]
+
+
 def rows_of(ledger: Ledger) -> list[Any]:
     return [np.zeros(length, dtype=np.int32) for length in ledger.lengths]
 
@@ -174,13 +188,7 @@ def test_a_row_that_is_stuck_alone_too_becomes_a_row_failure_and_the_rest_goes_o
 
 def test_rows_that_wait_behind_a_stuck_one_are_aborted_with_it_and_come_through_alone(ledger: Ledger) -> None:
     engine = FakeEngine(ledger, lambda sent: sent[0] == 13, behind=[17, 20])
-
-    async def scenario() -> None:
-        async with prefill(engine) as work:
-            await work.run(rows_of(ledger), range(24))
-            assert set(work.failures) == {13}
-
-    run(scenario())
+    assert set(failures(engine, range(24))) == {13}
     assert engine.aborted == [rid(13, 0), rid(17, 0), rid(20, 0), rid(13, 1)]
     assert sorted(engine.lists[2:]) == [[(13, 1)], [(17, 1)], [(20, 1)]]
     assert ledger.progress()[0] == 23
@@ -189,13 +197,7 @@ def test_rows_that_wait_behind_a_stuck_one_are_aborted_with_it_and_come_through_
 def test_rows_that_are_all_written_are_done_whether_or_not_the_engine_answers(ledger: Ledger) -> None:
     engine = FakeEngine(ledger, lambda sent: sent[0] == 5)
     ledger.written[5] = TOKENS
-
-    async def scenario() -> None:
-        async with prefill(engine) as work:
-            await work.run(rows_of(ledger), range(12))
-            assert work.failures == {}
-
-    run(scenario())
+    assert failures(engine, range(12)) == {}
     assert engine.aborted == []
     assert len(engine.lists) == 1
 
@@ -203,14 +205,7 @@ def test_rows_that_are_all_written_are_done_whether_or_not_the_engine_answers(le
 def test_a_row_that_a_living_engine_answers_with_its_own_error_is_set_aside_alone(ledger: Ledger) -> None:
     engine = FakeEngine(ledger, lambda sent: False)
     engine.fails = lambda sent: sent[0] == 1
-
-    async def scenario() -> None:
-        async with prefill(engine) as work:
-            await work.run(rows_of(ledger), range(24))
-            assert work.failures == {1: RowFailure("engine_aborted", "/generate: HTTP 500: it broke")}
-            assert work.in_flight == {}
-
-    run(scenario())
+    assert failures(engine, range(24)) == {1: RowFailure("engine_aborted", "/generate: HTTP 500: it broke")}
     assert ledger.progress()[0] == 23
     assert engine.aborted == [*(rid(row, 0) for row in range(12)), rid(1, 1)]
     assert sorted(len(sent) for sent in engine.lists) == [1] * 12 + [12, 12]
@@ -234,14 +229,7 @@ def test_an_engine_that_ends_with_its_error_is_down_and_the_rows_are_under_suspi
 def test_a_row_that_is_refused_takes_no_other_row_of_its_list_with_it(ledger: Ledger) -> None:
     engine = FakeEngine(ledger, lambda sent: False)
     engine.refuses = lambda sent: sent[0] == 1
-
-    async def scenario() -> None:
-        async with prefill(engine) as work:
-            await work.run(rows_of(ledger), range(24))
-            assert work.failures == {1: RowFailure("engine_refused", "too long")}
-            assert work.in_flight == {}
-
-    run(scenario())
+    assert failures(engine, range(24)) == {1: RowFailure("engine_refused", "too long")}
     assert ledger.progress()[0] == 23
 
 
@@ -253,7 +241,7 @@ def test_what_is_under_way_is_aborted_by_its_full_ids_and_sent_again_by_others(l
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(work.run(rows_of(ledger), range(24)), SECONDS / 2)
             assert work.in_flight == {row: rid(row, 0) for row in range(24)}
-            await work.abort()
+            await work.abort(work.in_flight)
             again = replace(work, in_flight={})
             await again.run(rows_of(ledger), [row for row in range(24) if not ledger.complete(row)])
             assert again.failures == {}
@@ -265,13 +253,7 @@ def test_what_is_under_way_is_aborted_by_its_full_ids_and_sent_again_by_others(l
 
 def test_several_stuck_rows_are_waited_for_side_by_side(ledger: Ledger) -> None:
     engine = FakeEngine(ledger, lambda sent: sent[0] < 12)
-
-    async def scenario() -> None:
-        async with prefill(engine) as work:
-            await work.run(rows_of(ledger), range(12))
-            assert set(work.failures) == set(range(12))
-
-    run(scenario())
+    assert set(failures(engine, range(12))) == set(range(12))
     # All were sent again before the first of them was given up.
     assert len(engine.lists) == 13
     assert [name.split(".")[-2] for name in engine.aborted] == ["0"] * 12 + ["1"] * 12
@@ -367,15 +349,21 @@ def test_rows_that_are_to_be_alone_wait_for_the_last_row_in_flight_whatever_the_
     run(scenario())
 
 
-def test_a_write_that_does_not_come_back_is_the_storage_s_fault_and_no_row_s(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.2)
+@pytest.fixture
+def nothing_arrives(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """An engine that answers, but whose states reach no file; writes that stand still are noticed soon."""
+    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.4)
     engine = FakeEngine(ledger, lambda sent: False)
     engine.arrives = False
+    return engine
+
+
+def test_a_write_that_does_not_come_back_is_the_storage_s_fault_and_no_row_s(
+    ledger: Ledger, nothing_arrives: FakeEngine
+) -> None:
 
     async def scenario() -> None:
-        async with prefill(engine) as work:
+        async with prefill(nothing_arrives) as work:
             with ledger.writing(), pytest.raises(StorageWriteError, match="ETIMEDOUT"):
                 await work.run(rows_of(ledger), range(24))
             assert work.failures == {}
@@ -384,11 +372,8 @@ def test_a_write_that_does_not_come_back_is_the_storage_s_fault_and_no_row_s(
 
 
 def test_states_that_wait_behind_a_write_to_another_file_are_waited_for(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, nothing_arrives: FakeEngine
 ) -> None:
-    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.4)
-    engine = FakeEngine(ledger, lambda sent: False)
-    engine.arrives = False
     done = [0]
 
     async def storage_comes_back() -> None:
@@ -397,7 +382,7 @@ def test_states_that_wait_behind_a_write_to_another_file_are_waited_for(
         done[0] = 24
 
     async def scenario() -> None:
-        async with prefill(engine) as work:
+        async with prefill(nothing_arrives) as work:
             work.queue = lambda: (24, done[0])
             back = asyncio.create_task(storage_comes_back())
             await work.run(rows_of(ledger), range(24))
@@ -405,18 +390,15 @@ def test_states_that_wait_behind_a_write_to_another_file_are_waited_for(
             assert work.failures == {}
 
     run(scenario())
-    assert [len(sent) for sent in engine.lists] == [12, 12]
+    assert [len(sent) for sent in nothing_arrives.lists] == [12, 12]
 
 
 def test_a_writer_that_stands_still_over_another_file_is_the_storage_s_fault(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, nothing_arrives: FakeEngine
 ) -> None:
-    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.2)
-    engine = FakeEngine(ledger, lambda sent: False)
-    engine.arrives = False
 
     async def scenario() -> None:
-        async with prefill(engine) as work:
+        async with prefill(nothing_arrives) as work:
             work.queue = lambda: (25, 1)
             with pytest.raises(StorageWriteError, match="ETIMEDOUT"):
                 await work.run(rows_of(ledger), range(24))
@@ -426,11 +408,8 @@ def test_a_writer_that_stands_still_over_another_file_is_the_storage_s_fault(
 
 
 def test_states_that_are_missing_once_the_writer_is_through_are_the_rows_failure(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, nothing_arrives: FakeEngine
 ) -> None:
-    monkeypatch.setattr("worker.prefill._WRITE_STALL_S", 0.2)
-    engine = FakeEngine(ledger, lambda sent: False)
-    engine.arrives = False
     given = [24]
 
     def queue() -> tuple[int, int]:
@@ -439,7 +418,7 @@ def test_states_that_are_missing_once_the_writer_is_through_are_the_rows_failure
         return given[0], given[0] - 1
 
     async def scenario() -> None:
-        async with prefill(engine) as work:
+        async with prefill(nothing_arrives) as work:
             work.queue = queue
             await work.run(rows_of(ledger), [3])
             assert {row: failure.code for row, failure in work.failures.items()} == {3: "capture_incomplete"}

@@ -5,11 +5,13 @@ Asked by the worker of the arguments it was given, before an engine starts, and 
 
 from collections.abc import Mapping
 
+_DP_ATTENTION = "with DP attention each rank holds other rows; run several workers instead"
+_CONTEXT_PARALLEL = "with context parallelism each rank holds other tokens; use --tensor-parallel"
 _WHY = {
-    "enable_dp_attention": "with DP attention each rank holds other rows; run several workers instead",
-    "attn_dp_size": "with DP attention each rank holds other rows; run several workers instead",
-    "attn_cp_size": "with context parallelism each rank holds other tokens; use --tensor-parallel",
-    "enable_prefill_cp": "with context parallelism each rank holds other tokens; use --tensor-parallel",
+    "enable_dp_attention": _DP_ATTENTION,
+    "attn_dp_size": _DP_ATTENTION,
+    "attn_cp_size": _CONTEXT_PARALLEL,
+    "enable_prefill_cp": _CONTEXT_PARALLEL,
     "nnodes": "the worker starts an engine on one machine; run a worker on each",
     "enable_two_batch_overlap": "two-batch overlap runs a batch in halves, whose rows have no known place: leave it",
     "pp_size": "with pipeline parallelism no rank has every boundary; use --tensor-parallel",

@@ -37,7 +37,7 @@ from worker.watchdog.rules import Limits, Phase, Verdict
 logger = logging.getLogger(__name__)
 
 _DRIVER_S, _SWEEP_S, _ENDING_S = 10.0, 60.0, 50.0
-_GPU_LOOKS, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 40, 0.5, 64 << 20
+_GPU_RETURN_S, _GPU_LOOK_EVERY_S, _GPU_SLACK_BYTES = 20.0, 0.5, 64 << 20
 _ENDED_KEPT = 64
 _RETRY_FIRST_S, _RETRY_MOST_S = 2.0, 300.0
 
@@ -404,7 +404,7 @@ async def _gpu_bytes_left(engine: Engine, before: int | None) -> int | None:
     """Memory of its GPUs in use beyond what was before the engine, once it has had time to come back; None without."""
     if before is None:
         return None
-    left, until = 0, time.monotonic() + _GPU_LOOKS * _GPU_LOOK_EVERY_S
+    left, until = 0, time.monotonic() + _GPU_RETURN_S
     while time.monotonic() < until:
         used = await _gpu_bytes(engine)
         if used is None:

@@ -78,7 +78,7 @@ def confirm(judgement: Judgement, readings: Readings, row: int, alone: Mapping[i
     for k, state in alone.items():
         among = _of_strategy(readings.states, judgement.strategy, k)[rows]
         error = float(np.median(token_errors(among, state)))
-        if not error <= BATCH:
+        if error > BATCH:
             raise CheckError(
                 f"boundary {k} of a row differs by {error:.0%} between a batch and the row alone: "
                 "rows are mixed up, or a buffer is read after its time"
@@ -113,7 +113,7 @@ def _check_buffers(readings: Readings, source: Source) -> None:
 def _check_norm(readings: Readings) -> float:
     normed = readings.states[(Source.NORMED, readings.layers)]
     error = float(token_errors(normed, readings.final).max())
-    if not error <= NORM:
+    if error > NORM:
         raise CheckError(
             f"the final norm of boundary {readings.layers} is {error:.1%} off the final hidden state: the last "
             "boundary is not the residual stream after the last block, or the final state is not taken after the norm"

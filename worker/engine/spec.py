@@ -68,8 +68,6 @@ _LONG_NAMES = {
     "attention_data_parallel_size": "attn_dp_size",
     "attention_context_parallel_size": "attn_cp_size",
 }
-
-
 _WORKERS_OWN = {
     "tp_size": ", and set --tensor-parallel",
     "model_path": ": the model is the job's, see --model",
