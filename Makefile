@@ -9,8 +9,11 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := .models/SmolLM2-135M-Instruct
 PYTEST := $(BIN)/python -m pytest
+# Two files at a time: while one waits, for the deadline of an engine that hangs say, the other has the cores. In the order of
+# their names, so that the long ones, end to end, come first.
+PYTEST_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
-.PHONY: install demo test test-slow test-all soak check format bench openapi clean
+.PHONY: install demo test test-all soak check format bench openapi clean
 
 install: $(INSTALLED)
 
@@ -34,14 +37,11 @@ demo: $(INSTALLED) $(DEMO_MODEL)/config.json
 
 ## Lint, format, types, import contracts, then unit, integration and end-to-end tests on SQLite and Postgres.
 test: check
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST_FILES) -m "not slow and not gpu"
 
-## Everything that needs no GPU but the soak: what CI runs (three quarters of an hour on two cores).
-test-all: test test-slow
-
-# Two files at a time: while one waits for the deadline of an engine that hangs, the other has the cores.
-test-slow: $(INSTALLED)
-	$(PYTEST) -m "slow and not soak and not gpu" -n 2 --dist loadfile
+## Everything that needs no GPU but the soak: what CI runs.
+test-all: check
+	$(PYTEST_FILES) -m "not soak and not gpu"
 
 ## Faults drawn at random, one after the other, under jobs (half an hour; TEST_SOAK_SEED repeats a run).
 soak: $(INSTALLED)

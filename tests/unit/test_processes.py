@@ -90,7 +90,7 @@ def test_a_session_holds_its_leader_and_whoever_stayed_in_it() -> None:
     assert of_session(leader.pid) == []
 
 
-@pytest.mark.parametrize("pid", [1, os.getpid()])
+@pytest.mark.parametrize("pid", [1, os.getpid()], ids=["init", "ourselves"])
 def test_a_process_that_is_no_child_of_ours_is_not_waited_for(pid: int) -> None:
     reap([pid])
     assert Path(f"/proc/{pid}").exists()
