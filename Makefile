@@ -9,9 +9,9 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := .models/SmolLM2-135M-Instruct
 PYTEST := $(BIN)/python -m pytest
-# Two files at a time: while one waits, for the deadline of an engine that hangs say, the other has the cores. In the order of
-# their names, so that the long ones, end to end, come first.
-PYTEST_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+# Three files at a time: while one waits, for the deadline of an engine that hangs say, or for the one core that an engine's
+# start keeps busy, the others have the rest. In the order of their names, so that the long ones, end to end, come first.
+PYTEST_FILES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 .PHONY: install demo test test-all soak check format bench openapi clean
 
