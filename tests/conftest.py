@@ -1,6 +1,7 @@
 """Fixtures are kept by part, one file each.
 
-Every Python process that tests start runs `faults/sitecustomize.py` first.
+Every Python process that tests start runs `faults/sitecustomize.py` first. Each computes with one thread: several at a
+time on few cores would mostly wait for their threads, and spin meanwhile.
 """
 
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 _FIRST = str(Path(__file__).resolve().parent / "faults")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FIRST, os.environ.get("PYTHONPATH", "")]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = [
     "fixtures_client",
