@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MARK = "LAYERTAP_ENGINE_DIR"
 _POLL_S = 0.2
-_TERM_S = 3.0
 _KILL_S = 10.0
 _LOG_BYTES = 64 << 20
 _STOP_S = 45.0
@@ -180,7 +179,7 @@ class Engine:
             )
 
     async def stop(self) -> None:
-        """Ends every process: terminate, kill the group, sweep by mark, verify. Raises `EngineStopError`."""
+        """Ends every process: kill the group, sweep by mark, verify. Raises `EngineStopError`."""
         await self.client.aclose()
         try:
             await within(_STOP_S, self._stop)
@@ -203,12 +202,9 @@ class Engine:
             raise EngineStopError(f"the engine has ended, but its patch stays in: {error}") from error
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_TERM_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("engine %d ignored SIGTERM for %.0f s, killing its group", process.pid, _TERM_S)
-        _signal_group(process.pid, signal.SIGKILL)
+        """SIGKILL at once: an engine has nothing to save, and SGLang outlives SIGTERM, reporting a false crash."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         # One that does not even die of this, as in a driver's call, is named as a survivor below.
         with suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
@@ -245,13 +241,6 @@ def end_marked(directory: Path, timeout: float = _KILL_S, session: int | None = 
     if left:
         raise EngineStopError(f"processes {left} of the engine survived SIGKILL for {timeout:.0f} s")
     return len(pids)
-
-
-def _signal_group(group: int, sig: signal.Signals) -> None:
-    try:
-        os.killpg(group, sig)
-    except ProcessLookupError:
-        return
 
 
 def _free_port() -> int:
